@@ -1,0 +1,1 @@
+"""Judging a step: pure policy over numbers."""

@@ -1,0 +1,67 @@
+"""Ratio to a bias-corrected exponential moving average, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stabilityguard.detect.detector import State, Verdict
+
+NEGLIGIBLE = 1e-5
+"""Baselines below this share of the model's largest baseline count as that share: rounding noise is no signal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaDetector:
+    """Trips on ``norm / baseline > threshold``, compared before the norm enters the baseline.
+
+    The baseline of a layer after ``n`` healthy samples x is the moving average with the correction for its start from
+    zero, as in Kingma and Ba (2015), section 3:
+
+        m_n = m_{n-1} + alpha / (1 - (1 - alpha)^n) * (x_n - m_{n-1})
+
+    except that at the end of the warm-up it is set to the median of the warm-up's samples, so that a large opening
+    norm does not hide what follows. A zero norm is not a sample. A layer is judged once it has ``warmup`` samples.
+    """
+
+    threshold: float
+    alpha: float
+    warmup: int
+
+    def initial(self, layers: int) -> State:
+        """Keys: ``mean`` float64 (L,), ``count`` int64 (L,), ``opening`` float64 (warmup, L), NaN where unfilled."""
+        return {
+            "mean": torch.zeros(layers, dtype=torch.float64),
+            "count": torch.zeros(layers, dtype=torch.int64),
+            "opening": torch.full((self.warmup, layers), torch.nan, dtype=torch.float64),
+        }
+
+    def judge(self, state: State, norms: Tensor) -> Verdict:
+        """See :class:`Detector`. Layers in warm-up have a baseline and a ratio, and never spike."""
+        mean, count = state["mean"], state["count"]
+        floor = NEGLIGIBLE * mean.max() if mean.numel() else mean
+        baselines = torch.where(count > 0, mean.maximum(floor), torch.nan)
+        ratios = norms / baselines
+        return Verdict(
+            baselines=baselines, ratios=ratios, spikes=(ratios > self.threshold) & (count >= max(1, self.warmup))
+        )
+
+    def absorb(self, state: State, norms: Tensor) -> State:
+        """See :class:`Detector`."""
+        sampled = norms > 0
+        count = state["count"] + sampled
+        gain = self.alpha / (1 - (1 - self.alpha) ** count.double())
+        mean = torch.where(sampled, torch.lerp(state["mean"], norms, gain), state["mean"])
+        opening = state["opening"]
+        opened = sampled & (count <= self.warmup)
+        if bool(opened.any()):
+            opening = opening.clone()
+            opening[count[opened] - 1, opened] = norms[opened]
+            mean = torch.where(opened, opening.nanmedian(dim=0).values, mean)
+        return {"mean": mean, "count": count, "opening": opening}
+
+    def rebase(self, state: State, norms: Tensor, layers: Tensor) -> State:
+        """See :class:`Detector`."""
+        return {**state, "mean": torch.where(layers, norms, state["mean"])}

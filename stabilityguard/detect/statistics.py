@@ -1,0 +1,62 @@
+"""What a step is judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a second, exact look at a layer with a non-finite norm found."""
+
+    kind: str
+    """``"nan"``, ``"inf"``, or ``"overflow"`` where every element is finite."""
+
+    norm: float
+    """L2 norm: exact for an overflow, else NaN or infinite."""
+
+    elements: int
+    """Number of elements in the layer's gradient."""
+
+    nan_elements: int | None = None
+    """Number of NaN elements; None if not counted."""
+
+    inf_elements: int | None = None
+    """Number of infinite elements; None if not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What is known of one step before it is judged, on the host."""
+
+    norms: Tensor
+    """float64, shape (L,): layer norms without loss scale, the larger of the two looks; NaN and Inf where so."""
+
+    present: Tensor
+    """bool, shape (L,): layers with a gradient."""
+
+    norm_at_step: float
+    """Global L2 norm of the gradients as ``step()`` finds them, which clipping or edits may have changed."""
+
+    findings: dict[int, Finding]
+    """The layers whose float32 norm was not finite, nearest the loss first."""
+
+    loss: float | None
+    """Mean loss of the step's micro-batches."""
+
+    scaled: bool
+    """Whether a GradScaler is at work."""
+
+    overflowed: bool
+    """Whether that scaler saw a non-finite gradient."""
+
+    scale: float | None
+    """The scaler's factor, if known."""
+
+    @property
+    def global_norm(self) -> float:
+        """L2 norm over all layers."""
+        return float(torch.linalg.vector_norm(self.norms))

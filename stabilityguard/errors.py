@@ -1,0 +1,63 @@
+"""What the guard raises.
+
+StabilityGuardError
+├── ConfigurationError   bad arguments, found at construction (also a ValueError)
+└── GradientSpikeError   a trip that the policy answers by raising
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StabilityGuardError(Exception):
+    """Base of every error that StabilityGuard raises by itself."""
+
+
+class ConfigurationError(StabilityGuardError, ValueError):
+    """An argument cannot be used; the message names what was seen, what was expected and what to do."""
+
+
+class GradientSpikeError(StabilityGuardError, RuntimeError):
+    """A step's gradients were judged bad and the policy is to stop.
+
+    Parameters, optimizer state and the offending gradients are left as they were, for inspection.
+
+    Attributes:
+        step: 1-based count of ``step()`` calls.
+        kind: ``"spike"``, ``"nan"``, ``"inf"`` or ``"overflow"``.
+        layer: qualified name of the trigger layer, or None when only the loss is non-finite.
+        norm: L2 norm of that layer's gradient, NaN or infinite for non-finite gradients.
+        baseline: what was expected, or None while the layer has no baseline.
+        ratio: ``norm / baseline``, or None without a baseline.
+        report_path: the JSON report, or None if it could not be written.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int,
+        kind: str,
+        layer: str | None,
+        norm: float | None,
+        baseline: float | None,
+        ratio: float | None,
+        report_path: str | None,
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.kind = kind
+        self.layer = layer
+        self.norm = norm
+        self.baseline = baseline
+        self.ratio = ratio
+        self.report_path = report_path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle by their positional arguments, which would lose the keywords.
+        return (_rebuild, (str(self), dict(self.__dict__)))
+
+
+def _rebuild(message: str, attributes: dict[str, Any]) -> GradientSpikeError:
+    return GradientSpikeError(message, **attributes)

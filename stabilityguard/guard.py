@@ -1,0 +1,335 @@
+"""The path of one step: measure, judge, act, record. It does not know who calls it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabilityguard.config import GuardConfig
+from stabilityguard.detect.detector import Detector, State, Verdict, realign
+from stabilityguard.detect.diagnosis import Fault, diagnose
+from stabilityguard.detect.statistics import Statistics
+from stabilityguard.errors import GradientSpikeError, StabilityGuardError
+from stabilityguard.measure.forward import ForwardObserver
+from stabilityguard.measure.layers import LayerTable
+from stabilityguard.measure.window import GradientWindow, LossScale
+from stabilityguard.recover.breaker import Breaker, BreakerState, Decision
+from stabilityguard.recover.recovery import BufferTraces, Recovery
+from stabilityguard.recover.state import Stateful
+from stabilityguard.report.records import LayerReadings, SpikeReport, StepRecord
+from stabilityguard.report.sinks import Publisher
+from stabilityguard.report.spike import TRAJECTORY, describe_spike, layer_entries
+
+T = TypeVar("T")
+
+KEPT_REPORTS = 100
+"""Reports held in memory, the newest ones."""
+
+
+class BadEvaluation(Exception):
+    """Raised out of an update whose closure found non-finite gradients, once the state from before it is back."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        super().__init__("a closure's gradients are not finite")
+        self.statistics = statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step, judged."""
+
+    step: int
+    statistics: Statistics
+    verdict: Verdict
+    fault: Fault | None
+    decision: Decision
+    lr: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Generic[T]):
+    """What came of acting on a case."""
+
+    result: T | None = None
+    restored_step: int | None = None
+    buffers: BufferTraces = field(default_factory=BufferTraces)
+
+
+class Guard:
+    """Stands between backward and the update of one optimizer.
+
+    Args:
+        model: holds the optimizer's parameters; its training forwards are watched for batch and loss.
+        optimizer: the one that updates; the guard reads its gradients, hyperparameters and state.
+        config: what was asked for.
+        detector: judges the norms.
+        tracked: objects that are saved and rewound with the model.
+        publisher: takes records and reports.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: GuardConfig,
+        detector: Detector,
+        tracked: Mapping[str, Stateful],
+        publisher: Publisher,
+    ) -> None:
+        self.config = config
+        self.steps = 0
+        self.records: deque[StepRecord] = deque(maxlen=TRAJECTORY)
+        self.reports: deque[SpikeReport] = deque(maxlen=KEPT_REPORTS)
+        self._model, self._optimizer = model, optimizer
+        self._detector, self._tracked, self._publisher = detector, tracked, publisher
+        self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
+        self._breaker_state = BreakerState()
+        self._veto: str | None = None
+        self._forward = ForwardObserver(model)
+        self.window, self._recovery = self._survey()
+        self._memory = detector.initial(len(self.window.table.names))
+
+    # The path of one step ---------------------------------------------------------------------------------------
+
+    def step(self, update: Callable[[Statistics], T], *, loss: Tensor | None, scale: LossScale) -> T | None:
+        """Calls ``update`` if the gradients are healthy, else does what the policy says. Returns its result, or None.
+
+        Makes one copy to the host, and waits for it. If ``update`` raises, the error passes and the step counts for
+        nothing.
+
+        Raises:
+            GradientSpikeError: the policy ends in raising; nothing was changed.
+        """
+        self._check_surroundings()
+        self._begin()
+        statistics = self.measure(loss, scale)
+        try:
+            return self._settle(statistics, update)
+        except BadEvaluation as fault:
+            return self._settle(fault.statistics, update)
+
+    def measure(self, loss: Tensor | None, scale: LossScale) -> Statistics:
+        """The statistics of the present gradients, in one copy to the host; ``loss`` defaults to the model's own."""
+        seen = self._forward.take_loss()
+        return self.window.take(seen if loss is None else loss, scale)
+
+    def attempt(self, update: Callable[[], T]) -> T:
+        """Calls ``update`` on a copied state, and puts that state back if it ends in a bad evaluation."""
+        undo = self._recovery.remember()
+        try:
+            return update()
+        except BadEvaluation:
+            undo()
+            raise
+
+    def _settle(self, statistics: Statistics, update: Callable[[Statistics], T]) -> T | None:
+        case = self._judge(statistics)
+        outcome = self._act(case, update)
+        record = self._record(case, outcome)
+        report = self._report(case, outcome, record) if _is_trip(record) else None
+        self._close_step(record)
+        if record.action == "raise":
+            raise _error(record, report)
+        return outcome.result
+
+    def _judge(self, statistics: Statistics) -> Case:
+        verdict = self._detector.judge(self._memory, statistics.norms)
+        fault = diagnose(statistics, verdict, vetoed=self._veto is not None)
+        decision = self._breaker.decide(
+            self._breaker_state,
+            step=self.steps + 1,
+            kind=fault.kind if fault else None,
+            has_target=self._recovery.has_target,
+        )
+        return Case(
+            step=self.steps + 1,
+            statistics=statistics,
+            verdict=verdict,
+            fault=fault,
+            decision=decision,
+            lr=_learning_rate(self._optimizer),
+        )
+
+    def _act(self, case: Case, update: Callable[[Statistics], T]) -> Outcome[T]:
+        outcome: Outcome[T] = Outcome()
+        if case.decision.action == "step":
+            outcome = Outcome(result=update(case.statistics))
+            self._memory = self._learn(case)
+            self._recovery.applied(case.step, self._memory)
+        elif case.decision.action == "skip":
+            outcome = Outcome(buffers=self._recovery.undo_forward())
+        elif case.decision.action == "rollback":
+            snapshot = self._recovery.roll_back(case.decision.further_back)
+            self._memory = snapshot.memory
+            outcome = Outcome(restored_step=snapshot.step)
+        if case.decision.action in ("skip", "rollback"):
+            self._optimizer.zero_grad(set_to_none=False)  # None stays None, and code that reads .grad still can
+        self.steps, self._breaker_state = case.step, case.decision.state
+        return outcome
+
+    def _learn(self, case: Case) -> State:
+        memory, norms = self._memory, case.statistics.norms
+        if case.decision.accept_level:
+            memory = self._detector.rebase(memory, norms, case.verdict.spikes)
+        return self._detector.absorb(memory, norms)
+
+    # What is told of it -----------------------------------------------------------------------------------------
+
+    def _record(self, case: Case, outcome: Outcome[Any]) -> StepRecord:
+        names, fault, statistics = self.window.table.names, case.fault, case.statistics
+        blamed = fault.layer if fault else None
+        return StepRecord(
+            step=case.step,
+            action=case.decision.action,
+            kind=fault.kind if fault else None,
+            trigger_layer=None if blamed is None else names[blamed],
+            ratio=_largest(case.verdict.ratios) if blamed is None else _known(float(case.verdict.ratios[blamed])),
+            global_norm=statistics.global_norm,
+            loss=statistics.loss,
+            rank_losses=(statistics.loss,),
+            bad_ranks=(0,) if fault else (),
+            restored_step=outcome.restored_step,
+            lr=case.lr,
+            layers=LayerReadings(
+                names=names,
+                norms=statistics.norms,
+                baselines=case.verdict.baselines,
+                ratios=case.verdict.ratios,
+                present=statistics.present,
+                nan=tuple(i for i, f in statistics.findings.items() if f.kind == "nan"),
+                inf=tuple(i for i, f in statistics.findings.items() if f.kind == "inf"),
+            ),
+        )
+
+    def _report(self, case: Case, outcome: Outcome[Any], record: StepRecord) -> SpikeReport:
+        details = describe_spike(
+            record,
+            layers=layer_entries(record, case.statistics.findings, case.verdict.spikes.nonzero().flatten().tolist()),
+            reason=case.decision.reason,
+            history=list(self.records),
+            optimizer=self._optimizer,
+            context={
+                "batches": self._forward.describe_batches(),
+                "buffers": asdict(outcome.buffers),
+                "loss_scale": case.statistics.scale,
+                "config": asdict(self.config),
+            },
+        )
+        report = SpikeReport(record=record, reason=case.decision.reason, details=details)
+        self.reports.append(report)
+        self._publisher.report(report)
+        return report
+
+    def _close_step(self, record: StepRecord) -> None:
+        self._veto = None
+        self._forward.forget_batches()
+        self.records.append(record)
+        self._publisher.record(record)
+
+    # Life ---------------------------------------------------------------------------------------------------------
+
+    def veto(self, reason: str) -> None:
+        """Asks for the coming step to be skipped."""
+        self._veto = reason
+
+    def _check_surroundings(self) -> None:
+        if self.window.consumed:
+            raise StabilityGuardError(
+                "backward ended with every gradient gone: a hook updates the parameters and clears their gradients "
+                "inside backward, where nothing can stand before the update; call optimizer.step() afterwards instead"
+            )
+        if self._parameters != [id(p) for p in _parameters(self._optimizer)]:
+            self._survey_again()
+
+    def _survey_again(self) -> None:
+        """Looks anew at which parameters there are; layers keep their history, snapshots are given up."""
+        old = self.window.table.names
+        self.window.close()
+        self.window, self._recovery = self._survey()
+        new = self.window.table.names
+        self._memory = realign(self._memory, old, self._detector.initial(len(new)), new)
+
+    def close(self) -> None:
+        """Removes every hook and closes the sinks."""
+        self.window.close()
+        self._forward.close()
+        self._publisher.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on judging alike: tensors and plain values."""
+        return {
+            "version": 1,
+            "steps": self.steps,
+            "layers": list(self.window.table.names),
+            "memory": dict(self._memory),
+            "breaker": asdict(self._breaker_state),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Takes over such a state, layer by name (None: an unguarded run's). The coming step starts from here."""
+        fresh = self._detector.initial(len(self.window.table.names))
+        if state is not None:
+            self.steps = int(state["steps"])
+            self._memory = realign(state["memory"], tuple(state["layers"]), fresh, self.window.table.names)
+            breaker = state["breaker"]
+            self._breaker_state = BreakerState(**{**breaker, "rollbacks": tuple(breaker["rollbacks"])})
+        self.window.forget()
+        self._forward.call_before_next(self._begin)
+        self._begun = False
+
+    def _survey(self) -> tuple[GradientWindow, Recovery]:
+        parameters = _parameters(self._optimizer)
+        self._parameters = [id(parameter) for parameter in parameters]
+        window = GradientWindow(LayerTable.of(self._model, parameters))
+        self._begun = False
+        self._forward.call_before_next(self._begin)
+        return window, Recovery(self._model, parameters, self._optimizer, self._tracked, self.config.snapshots)
+
+    def _begin(self) -> None:
+        """Copies the state that the user hands over; before the first forward where that can be seen."""
+        if not self._begun:
+            self._begun = True
+            self._recovery.begin(self.steps, self._memory)
+
+
+def _is_trip(record: StepRecord) -> bool:
+    return record.kind not in (None, "veto") and not (record.kind == "scaler_overflow" and record.action == "skip")
+
+
+def _error(record: StepRecord, report: SpikeReport | None) -> GradientSpikeError:
+    assert report is not None
+    trigger = report.details["trigger"] or {}
+    where = f"layer {record.trigger_layer}" if record.trigger_layer else "the loss"
+    return GradientSpikeError(
+        f"{record.kind} at step {record.step} in {where}: {report.reason}; report: {report.path or 'not written'}",
+        step=record.step,
+        kind=str(record.kind),
+        layer=record.trigger_layer,
+        norm=None if not trigger else float(trigger["norm"]),
+        baseline=trigger.get("baseline"),
+        ratio=record.ratio,
+        report_path=report.path,
+    )
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _learning_rate(optimizer: Optimizer) -> float | None:
+    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    return None if lr is None else float(lr)
+
+
+def _known(value: float) -> float | None:
+    return value if value == value else None
+
+
+def _largest(ratios: Tensor) -> float | None:
+    largest = float(ratios.nan_to_num(nan=0.0).max()) if ratios.numel() else 0.0
+    return largest or None

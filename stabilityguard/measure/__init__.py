@@ -1,0 +1,1 @@
+"""Reading what a step produced: gradients by layer, the loss, the batch."""

@@ -1,0 +1,95 @@
+"""The end of a backward pass, seen before the user's next line runs.
+
+A post-accumulate-grad hook sits on one parameter of every layer. The first that fires in a backward pass queues a
+callback on the autograd engine, and that one queues a second: the second runs after the finalisation of DDP and FSDP,
+when every ``.grad`` is final, and before ``backward()`` returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from stabilityguard.measure.layers import LayerTable
+
+
+class EndOfBackward:
+    """Calls ``on_end`` at the end of every backward pass that reaches a layer of the table.
+
+    The hooks hold this object weakly: a guard that is dropped without ``close()`` costs nothing more.
+    """
+
+    def __init__(self, table: LayerTable, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._pass = _Pass(weakref.ref(self))
+        self._handles = _attach(table, self._pass)
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    @property
+    def fired(self) -> list[int]:
+        """Layers in the order in which the last backward pass reached them."""
+        return self._pass.fired
+
+    def close(self) -> None:
+        """Removes every hook."""
+        _remove(self._handles)
+
+    def _ended(self) -> None:
+        self._on_end()
+
+
+class _Pass:
+    """The backward pass under way."""
+
+    def __init__(self, trigger: weakref.ref[EndOfBackward]) -> None:
+        self._trigger = trigger
+        self.graph_task = -1
+        self.fired: list[int] = []
+
+    def begin(self, graph_task: int) -> None:
+        # The task's number, not a flag: a backward pass that raises would leave a flag set for ever.
+        self.graph_task = graph_task
+        self.fired = []
+        _queue(lambda: _queue(self._end))
+
+    def _end(self) -> None:
+        trigger = self._trigger()
+        if trigger is not None:
+            trigger._ended()
+
+
+def _attach(table: LayerTable, under_way: _Pass) -> list[RemovableHandle]:
+    hooked: set[int] = set()
+    handles = []
+    for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
+        if parameter.requires_grad and layer not in hooked:
+            hooked.add(layer)
+            hook = _hook(under_way, layer)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    return handles
+
+
+def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:
+    current_graph_task = torch._C._current_graph_task_id
+
+    def hook(_: Tensor) -> None:
+        if under_way.graph_task != (graph_task := current_graph_task()):
+            under_way.begin(graph_task)
+        under_way.fired.append(layer)
+
+    return hook
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(callback)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

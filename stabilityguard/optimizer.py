@@ -1,0 +1,342 @@
+"""GuardedOptimizer: the drop-in that stands in front of any optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabilityguard.closures import GuardedClosure, evaluates_repeatedly, scalar_loss
+from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
+from stabilityguard.detect.detector import Detector
+from stabilityguard.detect.ema import EmaDetector
+from stabilityguard.detect.statistics import Statistics
+from stabilityguard.errors import ConfigurationError, StabilityGuardError
+from stabilityguard.guard import BadEvaluation, Guard
+from stabilityguard.measure.window import LossScale
+from stabilityguard.recover.state import check_tracked
+from stabilityguard.report.console import Console
+from stabilityguard.report.journal import Journal
+from stabilityguard.report.records import SpikeReport, StepRecord
+from stabilityguard.report.sinks import Publisher, Sink
+from stabilityguard.scaling import LossScaling, has_overflowed, stays_scaled
+
+log = logging.getLogger("stabilityguard")
+
+STATE_KEY = "stabilityguard"
+"""Entry of the optimizer's ``state_dict`` that holds the guard's memory; an unguarded optimizer ignores it."""
+
+
+class GuardedOptimizer(Optimizer):
+    """An optimizer that looks at the gradients before it lets ``base_optimizer`` use them.
+
+    Norms are measured when a backward pass ends, before the user's next line, and compared per layer with a moving
+    average. A step whose gradients spike or are not finite is skipped, rolled back or raised, as ``nan_action`` says.
+
+    Args:
+        base_optimizer: any torch optimizer; it is used as it is, and reachable as ``base_optimizer``.
+        model: the module that holds its parameters; names the layers.
+        spike_threshold: ratio of norm to baseline that trips; greater than 1.
+        nan_action: ``"skip"``, ``"rollback"`` or ``"raise"``: what a trip does.
+        log_every: steps between summaries on stdout; 0 for none.
+        log_dir: directory for ``spike_step<N>.json`` and ``journal.jsonl``.
+        ema_alpha: weight of the newest norm in the baseline, in (0, 1].
+        warmup_steps: healthy samples that a layer needs before its spikes are judged; NaN and Inf always trip.
+        verbose: whether to print to stdout.
+        detector: ``"ema"`` or an object with the methods of :class:`stabilityguard.detect.detector.Detector`.
+        max_grad_norm: clip healthy gradients to this global L2 norm; costs no second reading of them.
+        scaler: the ``torch.amp.GradScaler`` in use, so that norms are reported unscaled; it is tracked, too.
+        snapshots: when to copy the training state to RAM; on by default where ``nan_action="rollback"``.
+        budget: how many skips in a row, and rollbacks, are tolerated.
+        track: objects with ``state_dict`` and ``load_state_dict`` that a rollback rewinds, too, by name.
+        sinks: further consumers of records and reports.
+
+    Raises:
+        ConfigurationError: an argument cannot be used, or the optimizer is guarded already or steps inside backward.
+    """
+
+    # A scaler then calls step() on every step; see stabilityguard.scaling.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        model: nn.Module,
+        spike_threshold: float = 10.0,
+        nan_action: NanAction = "skip",
+        log_every: int = 50,
+        log_dir: str = "./sg_logs",
+        ema_alpha: float = 0.01,
+        warmup_steps: int = 10,
+        verbose: bool = True,
+        *,
+        detector: str | Detector = "ema",
+        max_grad_norm: float | None = None,
+        scaler: Any | None = None,
+        snapshots: SnapshotPolicy | None = None,
+        budget: Budget | None = None,
+        track: Mapping[str, Any] | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        # Not super().__init__(): groups, state, defaults and hooks stay the base optimizer's own, seen live.
+        _check_arguments(base_optimizer, model)
+        config = GuardConfig(
+            spike_threshold=spike_threshold,
+            nan_action=nan_action,
+            log_every=log_every,
+            log_dir=log_dir,
+            ema_alpha=ema_alpha,
+            warmup_steps=warmup_steps,
+            verbose=verbose,
+            max_grad_norm=max_grad_norm,
+            snapshots=snapshots,
+            budget=budget or Budget(),
+        )
+        self._assemble(base_optimizer, model, config, detector, scaler, track, sinks)
+
+    def _assemble(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        config: GuardConfig,
+        detector: str | Detector,
+        scaler: Any | None,
+        track: Mapping[str, Any] | None,
+        sinks: Sequence[Sink],
+    ) -> None:
+        tracked = check_tracked(track)
+        if scaler is not None and scaler not in tracked.values():
+            tracked["scaler"] = scaler
+        console = [Console(config.log_every)] if config.verbose else []
+        self.base_optimizer = base
+        self._parts = {"model": model, "config": config, "detector": detector, "scaler": scaler, "track": track}
+        self._scaling = LossScaling(scaler)
+        self._guard = Guard(
+            model,
+            base,
+            config,
+            _detector(detector, config),
+            tracked,
+            Publisher([Journal(config.log_dir), *console, *sinks]),
+        )
+        self._closed = False
+        self._advised = False
+        if hasattr(base, "first_step"):
+            log.warning("%s.first_step() and second_step() are not guarded; use step(closure)", type(base).__name__)
+
+    # The guarded step -------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Tensor | float | None = None) -> Any:
+        """Applies the base optimizer's update if the gradients are healthy, else acts as the policy says.
+
+        Waits for the device once, for one copy to the host. Not a collective.
+
+        Args:
+            closure: as for the base optimizer. It is evaluated once before anything is judged.
+            loss: the step's loss for records and reports, where the model does not return it itself.
+
+        Returns:
+            What the base optimizer returns; for a step that was not applied, the closure's loss or None.
+
+        Raises:
+            GradientSpikeError: the policy ends in raising.
+        """
+        scale = self._scaling.read(self)
+        if self._closed or self._only_creates_state(closure):
+            return self._pass_through(closure, scale)
+        evaluations = None if closure is None else GuardedClosure(closure, lambda: self._guard.measure(None, scale))
+        if loss is None and evaluations is not None:
+            loss = scalar_loss(evaluations.first)
+        self._advise(scale)
+        result = self._guard.step(
+            lambda statistics: self._update(statistics, evaluations, scale), loss=_as_loss(loss), scale=scale
+        )
+        self._after_step()
+        applied = self._guard.records[-1].applied
+        return result if applied or evaluations is None else evaluations.first
+
+    def _update(self, statistics: Statistics, evaluations: GuardedClosure | None, scale: LossScale) -> Any:
+        reader = self._guard.window.reader
+        self._scaling.unscale(reader, scale, self.base_optimizer)
+        limit = self._guard.config.max_grad_norm
+        if limit is not None and statistics.norm_at_step > limit:
+            reader.scale_(limit / (statistics.norm_at_step + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+        if evaluations is None:
+            return self.base_optimizer.step()
+        if evaluates_repeatedly(self.base_optimizer):
+            return self._guard.attempt(lambda: self.base_optimizer.step(evaluations))
+        try:
+            return self.base_optimizer.step(evaluations)
+        except BadEvaluation as fault:
+            raise StabilityGuardError(
+                f"{type(self.base_optimizer).__name__} evaluated its closure again and got non-finite gradients after "
+                "it had moved parameters, which cannot be undone; give its step() a closure without default to say so"
+            ) from fault
+
+    def _after_step(self) -> None:
+        record = self._guard.records[-1]
+        if record.action == "rollback":
+            self._scaling.forgive(self)
+        if not record.applied:
+            # A scheduler made before wrapping watches the base's step(), and would complain that there was none.
+            self.base_optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _pass_through(self, closure: Callable[[], Any] | None, scale: LossScale) -> Any:
+        if has_overflowed(scale):
+            return None
+        self._scaling.unscale(self._guard.window.reader, scale, self.base_optimizer)
+        return self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
+
+    def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
+        """Whether this is no training step but torch's way of filling an empty state: zero gradients at zero rate."""
+        if closure is not None or self.base_optimizer.state or self._guard.window.measured:
+            return False
+        if any(float(group.get("lr", 1.0)) != 0.0 for group in self.param_groups):
+            return False
+        return all(p.grad is None or not p.grad.any() for group in self.param_groups for p in group["params"])
+
+    def _advise(self, scale: LossScale) -> None:
+        if not self._advised and stays_scaled(scale):
+            self._advised = True
+            log.warning("gradient norms include the loss scale after unscale_(); pass scaler= to GuardedOptimizer")
+
+    # What the guard knows ---------------------------------------------------------------------------------------
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The record of the last ``step()``; None before the first."""
+        return self._guard.records[-1] if self._guard.records else None
+
+    @property
+    def reports(self) -> list[SpikeReport]:
+        """Reports so far, oldest first; the newest hundred."""
+        return list(self._guard.reports)
+
+    def veto(self, reason: str) -> None:
+        """Asks for the coming step to be skipped; it counts towards no budget."""
+        self._guard.veto(reason)
+
+    def close(self) -> None:
+        """Detaches every hook and closes the files; from then on ``step()`` is the base optimizer's."""
+        if not self._closed:
+            self._closed = True
+            self._guard.close()
+
+    def __enter__(self) -> GuardedOptimizer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # The optimizer in front ---------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's parameter groups, live."""
+        return self.base_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base_optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The base optimizer's state, live."""
+        return self.base_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base_optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base optimizer's defaults, live."""
+        return self.base_optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, and what was measured of them."""
+        self._guard.window.forget()
+        self.base_optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base optimizer; its layers start without history, and snapshots start anew."""
+        self.base_optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's, with the guard's memory under ``"stabilityguard"``."""
+        return {**self.base_optimizer.state_dict(), STATE_KEY: self._guard.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a guarded or an unguarded optimizer's state; the coming step starts from it."""
+        self.base_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
+        self._guard.load_state_dict(state_dict.get(STATE_KEY))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_optimizer":
+            raise AttributeError(name)
+        return getattr(self.base_optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"GuardedOptimizer({self.base_optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: everything but hooks, snapshots, reports and sinks."""
+        return {"base_optimizer": self.base_optimizer, "parts": self._parts, "guard": self._guard.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parts = state["parts"]
+        self._assemble(
+            state["base_optimizer"],
+            parts["model"],
+            parts["config"],
+            parts["detector"],
+            parts["scaler"],
+            parts["track"],
+            (),
+        )
+        self._guard.load_state_dict(state["guard"])
+
+
+def _detector(detector: str | Detector, config: GuardConfig) -> Detector:
+    if detector == "ema":
+        return EmaDetector(threshold=config.spike_threshold, alpha=config.ema_alpha, warmup=config.warmup_steps)
+    if isinstance(detector, Detector):
+        return detector
+    raise ConfigurationError(f'detector must be "ema" or have the methods of Detector, but is {detector!r}')
+
+
+def _check_arguments(base: object, model: object) -> None:
+    if isinstance(base, nn.Module) and isinstance(model, Optimizer):
+        raise ConfigurationError("the optimizer comes first: GuardedOptimizer(optimizer, model)")
+    if not isinstance(base, Optimizer):
+        raise ConfigurationError(f"base_optimizer must be a torch.optim.Optimizer, but is a {type(base).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model must be a torch.nn.Module, but is a {type(model).__name__}")
+    if any(isinstance(inner, GuardedOptimizer) for inner in _chain(base)):
+        raise ConfigurationError("this optimizer is guarded already; guard it once")
+    if any(hasattr(p, "_in_backward_optimizers") for group in base.param_groups for p in group["params"]):
+        raise ConfigurationError(
+            "the parameters are updated inside backward (_apply_optimizer_in_backward), where nothing can stand before "
+            "the update; call optimizer.step() after backward instead"
+        )
+
+
+def _chain(optimizer: object) -> Iterable[object]:
+    """An optimizer and what it wraps, outermost first."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = vars(optimizer).get("optimizer")
+
+
+def _as_loss(loss: Tensor | float | None) -> Tensor | None:
+    if loss is None:
+        return None
+    scalar = scalar_loss(loss)
+    if scalar is None:
+        raise ConfigurationError(f"loss must be a number or a tensor with one element, but is {loss!r}")
+    return scalar

@@ -1,0 +1,1 @@
+"""Undoing harm: the ladder of answers, buffers, snapshots."""

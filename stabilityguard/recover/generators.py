@@ -1,0 +1,34 @@
+"""States of the random number generators that a training loop may draw from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+_DEVICES = ("cuda", "xpu")
+
+
+def read_generators() -> dict[str, Any]:
+    """The states of Python's, NumPy's (if loaded) and torch's global generators, devices in use included."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    for name in _DEVICES:
+        device = getattr(torch, name)
+        if device.is_available() and device.is_initialized():
+            states[name] = device.get_rng_state_all()
+    return states
+
+
+def write_generators(states: dict[str, Any]) -> None:
+    """Puts states back that ``read_generators`` gave."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    for name in _DEVICES:
+        if name in states:
+            getattr(torch, name).set_rng_state_all(states[name])

@@ -1,0 +1,87 @@
+"""Ways back: to the buffers of the last applied step, and to a proven snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stabilityguard.config import SnapshotPolicy
+from stabilityguard.recover.buffers import BufferKeeper, owned_buffers
+from stabilityguard.recover.snapshots import Snapshot, SnapshotRing
+from stabilityguard.recover.state import Stateful, TrainingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferTraces:
+    """Buffers that the forward of a bad step had written to, by qualified name."""
+
+    restored: tuple[str, ...] = ()
+    """Put back to their values after the last applied step."""
+
+    touched: tuple[str, ...] = ()
+    """Left as they are, since there was no copy of them."""
+
+
+class Recovery:
+    """Keeps what is needed to undo a bad step, for the part of the model that one optimizer trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        tracked: Mapping[str, Stateful],
+        policy: SnapshotPolicy | None,
+    ) -> None:
+        self._slots = owned_buffers(model, parameters)
+        self._state = TrainingState(parameters, self._slots, optimizer, tracked)
+        self._ring = SnapshotRing(policy) if policy else None
+        self._buffers: BufferKeeper | None = None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a rollback can be made."""
+        return self._ring is not None and self._ring.target() is not None
+
+    def begin(self, step: int, memory: Any) -> None:
+        """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up."""
+        self._buffers = BufferKeeper(self._slots)
+        if self._ring is not None:
+            self._ring.clear()
+            self._ring.take(step, self._state.tensors(), self._state.small(), memory, proven=True)
+
+    def applied(self, step: int, memory: Any) -> None:
+        """Takes note that ``step`` was healthy and its update was made; copies what is due."""
+        assert self._buffers is not None
+        self._buffers.refresh()
+        if self._ring is not None:
+            self._ring.count_healthy_step()
+            if step - self._ring.newest_step >= self._ring.policy.every:
+                self._ring.take(step, self._state.tensors(), self._state.small(), memory)
+
+    def remember(self) -> Callable[[], None]:
+        """Copies the present state; the function returned puts it back."""
+        tensors = {place: tensor.clone() for place, tensor in self._state.tensors().items()}
+        small = self._state.small()
+        return lambda: self._state.restore(tensors, small)
+
+    def undo_forward(self) -> BufferTraces:
+        """Puts back the buffers that the bad step's forward has written to."""
+        assert self._buffers is not None
+        restored, touched = self._buffers.restore()
+        return BufferTraces(restored=tuple(restored), touched=tuple(touched))
+
+    def roll_back(self, further_back: int) -> Snapshot:
+        """Restores the newest target, or one ``further_back`` as far as there is one, and returns it."""
+        assert self._ring is not None
+        assert self._buffers is not None
+        snapshot = self._ring.target(further_back)
+        assert snapshot is not None
+        self._state.restore(snapshot.tensors, snapshot.small)
+        self._ring.drop_newer_than(snapshot.step)
+        self._buffers.refresh()
+        return snapshot

@@ -1,0 +1,174 @@
+"""What is saved and restored together: parameters, buffers, optimizer, tracked objects, random generators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabilityguard.errors import ConfigurationError
+from stabilityguard.recover.buffers import BufferSlot
+from stabilityguard.recover.generators import read_generators, write_generators
+
+Place = tuple[str, int | str, str]
+"""Where a tensor belongs: ``("parameter", i, "")``, ``("optimizer", i, entry)`` or ``("buffer", name, "")``."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be read and put back."""
+
+    def state_dict(self) -> Any:
+        """The present state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Puts a state back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallState:
+    """A copy of all that is not bulk tensors."""
+
+    groups: list[dict[str, Any]]
+    """Hyperparameters of every parameter group."""
+
+    optimizer: dict[Any, Any]
+    """What the optimizer keeps besides tensors, by parameter (or whatever else it keys its state by)."""
+
+    tracked: dict[str, Any]
+    """State of every tracked object."""
+
+    generators: dict[str, Any]
+    """State of the random number generators."""
+
+
+class TrainingState:
+    """Reads and writes the live state; knows nothing of when, how often or where to copies are made."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        buffers: Mapping[str, BufferSlot],
+        optimizer: Optimizer,
+        tracked: Mapping[str, Stateful],
+    ) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._optimizer = optimizer
+        self._tracked = tracked
+
+    def tensors(self) -> dict[Place, Tensor]:
+        """The live bulk tensors, detached: parameters, buffers and the optimizer's tensors."""
+        found: dict[Place, Tensor] = {}
+        for i, parameter in enumerate(self._parameters):
+            found["parameter", i, ""] = parameter.detach()
+            for name, value in self._entries(parameter).items():
+                if isinstance(value, Tensor):
+                    found["optimizer", i, name] = value.detach()
+        found.update({("buffer", name, ""): slot.tensor for name, slot in self._buffers.items()})
+        return found
+
+    def small(self) -> SmallState:
+        """A copy of everything else."""
+        return SmallState(
+            groups=[copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups],
+            optimizer={key: copy.deepcopy(_untensored(entries)) for key, entries in self._optimizer.state.items()},
+            tracked={name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._tracked.items()},
+            generators=read_generators(),
+        )
+
+    def restore(self, tensors: Mapping[Place, Tensor], small: SmallState) -> None:
+        """Writes back a state that ``tensors()`` and ``small()`` gave. Live tensors keep their identity.
+
+        Neither argument is adopted: both can be restored again.
+        """
+        self._restore_small(small)
+        self._forget_entries(tensors)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for (room, owner, name), saved in tensors.items():
+            if room == "buffer":
+                self._buffers[str(owner)].put(saved)
+            elif room == "parameter":
+                pairs.append((self._parameters[int(owner)].detach(), saved))
+            else:
+                pairs += self._entry_pair(self._parameters[int(owner)], name, saved)
+        for target, source in pairs:
+            target.copy_(source)
+        write_generators(small.generators)
+
+    def _entries(self, parameter: nn.Parameter) -> dict[str, Any]:
+        entries = self._optimizer.state.get(parameter)
+        return entries if isinstance(entries, dict) else {}
+
+    def _entry_pair(self, parameter: nn.Parameter, name: str, saved: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The live tensor to write ``saved`` into; a missing or reshaped one is made anew, which leaves no pair."""
+        entries = self._optimizer.state[parameter]
+        live = entries.get(name)
+        if isinstance(live, Tensor) and (live.shape, live.dtype) == (saved.shape, saved.dtype):
+            return [(live.detach(), saved)]
+        entries[name] = saved.to(parameter.device, copy=True) if saved.dim() else saved.clone()
+        return []
+
+    def _forget_entries(self, tensors: Mapping[Place, Tensor]) -> None:
+        """Removes optimizer tensors that the saved state does not have."""
+        for i, parameter in enumerate(self._parameters):
+            entries = self._entries(parameter)
+            for name in [n for n, v in entries.items() if isinstance(v, Tensor) and ("optimizer", i, n) not in tensors]:
+                del entries[name]
+
+    def _restore_small(self, small: SmallState) -> None:
+        for group, saved in zip(self._optimizer.param_groups, small.groups, strict=True):
+            _restore_group(group, saved)
+        for name, stateful in self._tracked.items():
+            stateful.load_state_dict(copy.deepcopy(small.tracked[name]))
+        state = self._optimizer.state
+        for key in [key for key in state if key not in small.optimizer]:
+            del state[key]
+        for key, others in small.optimizer.items():
+            state[key] = _with_tensors_of(state.get(key), copy.deepcopy(others))
+
+
+def check_tracked(track: Mapping[str, Any] | None) -> dict[str, Stateful]:
+    """``track`` as a dictionary.
+
+    Raises:
+        ConfigurationError: it is no mapping, or an object lacks ``state_dict`` or ``load_state_dict``.
+    """
+    if track is not None and not isinstance(track, Mapping):
+        raise ConfigurationError(
+            f"track must map names to objects, like {{'lr_scheduler': scheduler}}, but is {track!r}"
+        )
+    for name, stateful in (track or {}).items():
+        if not isinstance(stateful, Stateful):
+            raise ConfigurationError(
+                f"track[{name!r}] is a {type(stateful).__name__}, which lacks state_dict() or load_state_dict(); "
+                "track only objects that have both"
+            )
+    return dict(track or {})
+
+
+def _untensored(entries: Any) -> Any:
+    if not isinstance(entries, dict):
+        return entries
+    return {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
+
+
+def _with_tensors_of(live: Any, others: Any) -> Any:
+    if not (isinstance(live, dict) and isinstance(others, dict)):
+        return others
+    return {**{name: value for name, value in live.items() if isinstance(value, Tensor)}, **others}
+
+
+def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in [name for name in group if name != "params" and name not in saved]:
+        del group[name]
+    for name, value in saved.items():
+        live = group.get(name)
+        if isinstance(live, Tensor) and isinstance(value, Tensor):
+            live.copy_(value)  # a learning rate in a tensor is known by its identity to compiled code
+        else:
+            group[name] = copy.deepcopy(value)

@@ -1,0 +1,1 @@
+"""Telling what happened: records, reports, console, files."""

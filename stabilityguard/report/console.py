@@ -1,0 +1,163 @@
+"""The alert box and the summaries on stdout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from stabilityguard.report.records import SpikeReport, StepRecord
+
+NARROWEST = 62
+"""Columns between the box's edges; it widens to what it holds."""
+
+WIDEST = 116
+"""Columns beyond which a line is cut in its middle."""
+
+_ASCII = str.maketrans(dict.fromkeys("╔╗╚╝╠╣", "+") | {"═": "=", "║": "|", "⚠": "!", "—": "-", "…": "~", "→": ">"})
+
+_TITLES = {"spike": "SPIKE", "nan": "NAN", "inf": "INF", "overflow": "OVERFLOW"}
+
+
+class Console:
+    """A sink that prints: the alert of a trip at once, a summary every ``every`` steps (0: never)."""
+
+    def __init__(self, every: int, stream: TextIO | None = None) -> None:
+        self._every = every
+        self._stream = stream
+        self._trips = 0
+        self._skipped = 0
+
+    def on_report(self, report: SpikeReport) -> None:
+        """Prints the alert box, and where the report is."""
+        where = f"stabilityguard.log written → {report.path}" if report.path else "stabilityguard.log not written"
+        texts = [_encodable(text, self._out) for text in (alert_title(report.record), *alert_lines(report))]
+        self._print([*_box(texts[0], texts[1:]), where], alarming=True)
+
+    def on_record(self, record: StepRecord) -> None:
+        """Counts, and prints what is due."""
+        self._trips += record.kind is not None
+        self._skipped += not record.applied
+        if record.kind in ("scaler_overflow", "veto"):
+            reason = "was vetoed" if record.kind == "veto" else "overflowed under the GradScaler"
+            self._print([f"stabilityguard | step {record.step} {reason}: optimizer.step() skipped"])
+        if self._every and record.step % self._every == 0:
+            self._print([self._summary(record)])
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+    def _summary(self, record: StepRecord) -> str:
+        parts = [f"stabilityguard | step {record.step}"]
+        parts += [f"loss {number(record.loss)}"] if record.loss is not None else []
+        parts += [f"grad norm {number(record.global_norm)}"]
+        worst = record.worst_layer
+        parts += [f"worst {worst[0]} ({number(worst[1])}x)"] if worst else []
+        return " | ".join([*parts, f"trips {self._trips}, skipped {self._skipped}"])
+
+    def _print(self, lines: Sequence[str], *, alarming: bool = False) -> None:
+        text = "\n".join(_encodable(line, self._out) for line in lines)
+        print(f"\x1b[31m{text}\x1b[0m" if alarming and _has_colour(self._out) else text, file=self._out, flush=True)
+
+    @property
+    def _out(self) -> TextIO:
+        """Looked up at each print, so that a redirected ``sys.stdout`` is followed."""
+        return self._stream or sys.stdout
+
+
+def alert_title(record: StepRecord) -> str:
+    """The box's first line."""
+    return f"⚠ STABILITYGUARD — {_TITLES.get(record.kind or '', 'FAULT')} DETECTED @ step {record.step}"
+
+
+def alert_lines(report: SpikeReport) -> list[str]:
+    """The box's body."""
+    record = report.record
+    lines = [f"Trigger layer  : {record.trigger_layer or '(the loss; every gradient is finite)'}"]
+    if record.trigger_layer is not None:
+        trigger = report.details["trigger"]
+        lines.append(f"Grad norm      : {number(trigger['norm'])}  ({'; '.join(_expectation(trigger))})")
+    lines.append(f"Action taken   : {_action(record)}")
+    if record.action != "skip":
+        lines.append(f"Reason         : {report.reason}")
+    if record.loss is not None:
+        lines.append(f"{'Loss (pre-skip)' if record.action == 'skip' else 'Loss           '}: {number(record.loss, 2)}")
+    return lines
+
+
+def number(value: float | None, decimals: int = 1) -> str:
+    """A number in a few characters: ``decimals`` from 1 up to a million, three significant digits elsewhere."""
+    if value is None:
+        return "-"
+    return f"{value:.{decimals}f}" if 1 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _expectation(trigger: dict[str, Any]) -> list[str]:
+    parts = [f"baseline: {number(trigger['baseline'])}" if trigger["baseline"] is not None else "no baseline yet"]
+    ratio = trigger["ratio"]
+    if ratio is not None and math.isfinite(ratio):
+        parts[0] += f", ratio: {number(ratio)}x"
+    if trigger["kind"] == "overflow":
+        parts.append("every element is finite")
+    counts = [
+        f"{trigger[key]} {word}" for key, word in (("nan_elements", "NaN"), ("inf_elements", "Inf")) if trigger[key]
+    ]
+    if counts:
+        parts.append(f"{', '.join(counts)} of {trigger['elements']} elements")
+    return parts
+
+
+def _action(record: StepRecord) -> str:
+    return {
+        "skip": "optimizer.step() SKIPPED",
+        "rollback": f"ROLLED BACK to the end of step {record.restored_step}",
+        "raise": "RAISED GradientSpikeError",
+        "step": "optimizer.step() APPLIED, the new level ACCEPTED as baseline",
+    }[record.action]
+
+
+def _box(title: str, body: Sequence[str]) -> list[str]:
+    lines = [_fitted(line, WIDEST - 4) for line in (title, *body)]
+    width = max(NARROWEST, *(_columns(line) + 4 for line in lines))
+    rows = [f"║  {line}{' ' * (width - 2 - _columns(line))}║" for line in lines]
+    edge = "═" * width
+    return [f"╔{edge}╗", rows[0], f"╠{edge}╣", *rows[1:], f"╚{edge}╝"]
+
+
+def _fitted(line: str, columns: int) -> str:
+    """``line`` without control characters, its middle cut out where it is wider than ``columns``."""
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    if _columns(line) <= columns:
+        return line
+    head = _start(line, columns // 2)
+    return f"{head}…{_start(line[::-1], columns - 1 - columns // 2)[::-1]}"
+
+
+def _start(text: str, columns: int) -> str:
+    """The longest beginning of ``text`` that fits in ``columns``."""
+    ends = itertools.takewhile(lambda end: _columns(text[:end]) <= columns, range(len(text) + 1))
+    return text[: max(ends)]
+
+
+def _columns(text: str) -> int:
+    """Columns that a terminal gives to ``text``: two for wide characters, none for combining ones."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _encodable(line: str, stream: TextIO) -> str:
+    """``line``, or its ASCII form where the stream's encoding lacks a character."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        line.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return line.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+    return line
+
+
+def _has_colour(stream: TextIO) -> bool:
+    wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return wanted and hasattr(stream, "isatty") and stream.isatty()

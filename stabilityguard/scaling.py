@@ -1,0 +1,64 @@
+"""Working under a ``torch.amp.GradScaler``.
+
+The scaler calls ``step()`` also on an overflow, since the guard declares that it handles scaled gradients by itself:
+otherwise a guard, and every other rank with it, would not learn of the overflow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stabilityguard.measure.gradients import GradientReader
+from stabilityguard.measure.window import LossScale
+
+
+class LossScaling:
+    """What the guard reads from a scaler, and tells it.
+
+    Args:
+        scaler: the one that scales the losses; without it, norms from before an explicit ``unscale_`` stay scaled.
+    """
+
+    def __init__(self, scaler: Any | None) -> None:
+        self._scaler = scaler
+
+    def read(self, guarded: Optimizer) -> LossScale:
+        """The scale of the present gradients. Neither a collective nor a wait for the device."""
+        at_step, found_inf = (guarded.__dict__.get(name) for name in ("grad_scale", "found_inf"))
+        at_backward = at_step
+        if self._scaler is not None and self._scaler.is_enabled():
+            at_backward = self._scaler._scale
+        return LossScale(at_backward=at_backward, at_step=at_step, found_inf=found_inf)
+
+    def unscale(self, reader: GradientReader, scale: LossScale, base: Optimizer) -> None:
+        """Divides the gradients by the scale that they still carry.
+
+        Raises:
+            ValueError: a gradient is float16 and the base optimizer does not declare that it can take that, the
+                error that the scaler itself would have raised.
+        """
+        if scale.at_step is None:
+            return
+        if not getattr(base, "_step_supports_amp_scaling", False) and torch.float16 in reader.dtypes():
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        reader.scale_(scale.at_step.double().reciprocal().float())
+
+    def forgive(self, guarded: Optimizer) -> None:
+        """Makes the scaler forget an overflow whose step was rolled back together with the scaler."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            for flag in self._scaler._per_optimizer_states[id(guarded)]["found_inf_per_device"].values():
+                flag.zero_()
+
+
+def has_overflowed(scale: LossScale) -> bool:
+    """Whether the scaler saw a non-finite gradient. Waits for the device."""
+    return scale.found_inf is not None and bool(scale.found_inf > 0)
+
+
+def stays_scaled(scale: LossScale) -> bool:
+    """Whether norms from the end of backward cannot be unscaled: ``unscale_`` was called, by a scaler unknown here."""
+    return isinstance(scale.found_inf, Tensor) and scale.at_backward is None

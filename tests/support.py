@@ -1,0 +1,78 @@
+"""Models and loops that several tests use."""
+
+import copy
+
+import torch
+from torch import nn
+
+from stabilityguard import GuardedOptimizer
+
+
+class Net(nn.Module):
+    """Two layers and a loss that the model returns itself."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Linear(4, width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x))).square().mean()
+
+
+class NormNet(Net):
+    """The same with BatchNorm in the middle."""
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.body(x)))).square().mean()
+
+
+def batch(step, rows=6, columns=4):
+    """The batch of one step, the same at every call."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 + step))
+
+
+def guard(model, base=None, **options):
+    """A silent guard over ``model``, AdamW beneath it unless told otherwise."""
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2) if base is None else base
+    return GuardedOptimizer(base, model, **{"verbose": False, **options})
+
+
+def train(model, optimizer, steps, *, spoil=None):
+    """Plain training over ``steps``; ``spoil(step, model)`` may edit gradients as backward leaves them."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        if spoil is not None:
+            spoil(step, model)
+        optimizer.step()
+
+
+def snapshot(model, optimizer):
+    """Copies of everything that a skip must not touch: model state, optimizer state and hyperparameters."""
+    base = getattr(optimizer, "base_optimizer", optimizer)
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(base.state_dict())
+
+
+def assert_same(first, second):
+    """Bit-for-bit equality of nested states."""
+    if isinstance(first, torch.Tensor):
+        assert isinstance(second, torch.Tensor)
+        assert first.dtype == second.dtype
+        assert first.shape == second.shape
+        assert torch.equal(first.nan_to_num(7.125), second.nan_to_num(7.125)), (first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert_same(value, second[key])
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            assert_same(one, other)
+    else:
+        assert first == second
