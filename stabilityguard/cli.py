@@ -20,9 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stabilityguard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small GPT with injected faults, without and with the guard")
-    demo.add_argument(
-        "--steps", type=_steps, default=200, help="training steps of each of the three runs (default 200)"
-    )
+    demo.add_argument("--steps", type=_steps, default=200, help="training steps of each run (default 200)")
     demo.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     demo.add_argument("--log-dir", default="./sg_logs", help="where reports and journal go (default ./sg_logs)")
     demo.set_defaults(run=_demo)
@@ -30,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from stabilityguard.demo.runs import Settings, demonstrate
+    from stabilityguard.demo.runs import Settings, demonstrate  # noqa: PLC0415 (--help needs no torch)
 
     saved = demonstrate(Settings(steps=options.steps, seed=options.seed, log_dir=options.log_dir))
     return 0 if saved else 1

@@ -29,7 +29,8 @@ class SelfAttention(nn.Module):
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return attended
 
 
 class MLP(nn.Module):
@@ -42,7 +43,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Widens, bends and narrows."""
-        return self.down(functional.gelu(self.up(x)))
+        bent: Tensor = self.down(functional.gelu(self.up(x)))
+        return bent
 
 
 class Block(nn.Module):
@@ -58,7 +60,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Adds attention and network to the stream."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class GPT(nn.Module):

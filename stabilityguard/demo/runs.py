@@ -18,7 +18,7 @@ from stabilityguard.optimizer import GuardedOptimizer
 from stabilityguard.report.records import SpikeReport
 from stabilityguard.testing import Fault, Faults
 
-ROWS = 16
+ROWS = 12
 RATE = 2e-3
 TOLERANCE = 0.05
 """How far above the clean run's held-out loss the guarded run may end, as a share of it."""
@@ -35,10 +35,9 @@ class Settings:
     @property
     def faults(self) -> Faults:
         """A spike, a NaN and an infinite loss, spread over the run."""
-        at = [max(1, round(self.steps * share)) for share in (0.3, 0.5, 0.7)]
-        return (
-            Faults().spike("blocks.2.mlp.up", step=at[0]).nan("blocks.1.attention.out", step=at[1]).inf_loss(step=at[2])
-        )
+        spike, nan, inf_loss = (round(self.steps * share) for share in (0.3, 0.5, 0.7))
+        faults = Faults().spike("blocks.2.mlp.up", step=spike)
+        return faults.nan("blocks.1.attention.out", step=nan).inf_loss(step=inf_loss)
 
 
 @dataclass(kw_only=True)
@@ -60,18 +59,14 @@ class Run:
 def demonstrate(settings: Settings) -> bool:
     """Trains three times and prints what happens; True if the guard saved the run."""
     corpus, held_out = read_corpus()
-    print(
-        f"A byte-level GPT learns {len(corpus) / 1e6:.1f} MB of Python's standard library, three times from one seed.\n"
-    )
+    megabytes = len(corpus) / 1e6
+    print(f"A byte-level GPT learns {megabytes:.1f} MB of Python's standard library, three times from one seed.\n")
     clean = _train("clean", settings, corpus, held_out)
     unguarded = _train("faults, no guard", settings, corpus, held_out, faulty=True)
     guarded = _train("faults, guarded", settings, corpus, held_out, faulty=True, guarded=True)
     saved = was_saved(clean, guarded, settings.faults.planned)
-    print(
-        "\n".join(
-            ["", *_trip_table(settings.faults.planned, guarded), "", *_run_table([clean, unguarded, guarded], saved)]
-        )
-    )
+    print("", *_trip_table(settings.faults.planned, guarded), sep="\n")
+    print("", *_run_table([clean, unguarded, guarded], saved), sep="\n")
     return saved
 
 
@@ -99,13 +94,13 @@ def _train(
     optimizer = _guard(base, model, settings) if guarded else base
     scheduler = LambdaLR(base, lambda step: min(1.0, (step + 1) / 20))
     with settings.faults.inject(model) if faulty else nullcontext():
-        for step in range(1, settings.steps + 1):
+        while run.steps < settings.steps and not _is_over(run, settings):
             loss = model(draw_batch(corpus, ROWS, batches))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            _note(run, step, loss, model, optimizer, settings, began)
+            _note(run, loss, model, optimizer, settings, began)
     run.loss = _evaluate(model, held_out)
     if isinstance(optimizer, GuardedOptimizer):
         run.reports = optimizer.reports
@@ -117,26 +112,29 @@ def _guard(base: Optimizer, model: GPT, settings: Settings) -> GuardedOptimizer:
     return GuardedOptimizer(base, model, spike_threshold=10.0, nan_action="skip", log_every=0, log_dir=settings.log_dir)
 
 
-def _note(
-    run: Run, step: int, loss: Tensor, model: GPT, optimizer: Optimizer, settings: Settings, began: float
-) -> None:
+def _note(run: Run, loss: Tensor, model: GPT, optimizer: Optimizer, settings: Settings, began: float) -> None:
     record = optimizer.last_record if isinstance(optimizer, GuardedOptimizer) else None
-    run.steps, run.applied = step, run.applied + (record is None or record.applied)
+    run.steps += 1
+    run.applied += record is None or record.applied
+    place = f"{run.name:<17} step {run.steps:>4}/{settings.steps}"
     if run.died_at is None and not all(bool(p.isfinite().all()) for p in model.parameters()):
-        run.died_at = step
-        print(f"{run.name:<17} step {step:>4}/{settings.steps}  weights are NaN from here on")
-    if step % max(1, settings.steps // 5) == 0:
-        print(
-            f"{run.name:<17} step {step:>4}/{settings.steps}  loss {loss.item():6.3f}  {time.monotonic() - began:4.0f} s",
-            flush=True,
-        )
+        run.died_at = run.steps
+        print(f"{place}  the weights are no longer finite", flush=True)
+    if run.steps % (settings.steps // 10) == 0:
+        print(f"{place}  loss {loss.item():6.3f}  {time.monotonic() - began:4.0f} s", flush=True)
+
+
+def _is_over(run: Run, settings: Settings) -> bool:
+    """Whether a dead run has been watched long enough."""
+    return run.died_at is not None and run.steps >= run.died_at + settings.steps // 5
 
 
 @torch.no_grad()
 def _evaluate(model: GPT, held_out: Tensor) -> float:
     batches = torch.Generator().manual_seed(0)
     model.eval()
-    return sum(model(draw_batch(held_out, ROWS, batches)).item() for _ in range(8)) / 8
+    losses = [float(model(draw_batch(held_out, ROWS, batches))) for _ in range(8)]
+    return sum(losses) / len(losses)
 
 
 def _trip_table(planned: Sequence[Fault], guarded: Run) -> list[str]:
@@ -156,7 +154,6 @@ def _run_table(runs: Sequence[Run], saved: bool) -> list[str]:
         verdict = "reference" if run is runs[0] else f"died at step {run.died_at}" if run.died_at else "survived"
         if run is runs[-1]:
             verdict = "SAVED" if saved else "NOT SAVED"
-        rows.append(
-            f"{run.name:<17} {run.steps:>6} {run.applied:>8} {len(run.reports):>6} {run.loss:>14.3f}  {verdict}"
-        )
+        counts = f"{run.steps:>6} {run.applied:>8} {len(run.reports):>6}"
+        rows.append(f"{run.name:<17} {counts} {run.loss:>14.3f}  {verdict}")
     return rows
