@@ -23,7 +23,7 @@ from stabilityguard.recover.recovery import BufferTraces, Recovery
 from stabilityguard.recover.state import Stateful
 from stabilityguard.report.records import LayerReadings, SpikeReport, StepRecord
 from stabilityguard.report.sinks import Publisher
-from stabilityguard.report.spike import TRAJECTORY, describe_spike, layer_entries
+from stabilityguard.report.spike import TRAJECTORY, describe_spike, tripped_layers
 
 T = TypeVar("T")
 
@@ -181,13 +181,13 @@ class Guard:
     # What is told of it -----------------------------------------------------------------------------------------
 
     def _record(self, case: Case, outcome: Outcome[Any]) -> StepRecord:
-        names, fault, statistics = self.window.table.names, case.fault, case.statistics
+        fault, statistics = case.fault, case.statistics
         blamed = fault.layer if fault else None
         return StepRecord(
             step=case.step,
             action=case.decision.action,
             kind=fault.kind if fault else None,
-            trigger_layer=None if blamed is None else names[blamed],
+            trigger_layer=None if blamed is None else self.window.table.names[blamed],
             ratio=_largest(case.verdict.ratios) if blamed is None else _known(float(case.verdict.ratios[blamed])),
             global_norm=statistics.global_norm,
             loss=statistics.loss,
@@ -196,7 +196,7 @@ class Guard:
             restored_step=outcome.restored_step,
             lr=case.lr,
             layers=LayerReadings(
-                names=names,
+                places=self.window.table.places,
                 norms=statistics.norms,
                 baselines=case.verdict.baselines,
                 ratios=case.verdict.ratios,
@@ -207,9 +207,11 @@ class Guard:
         )
 
     def _report(self, case: Case, outcome: Outcome[Any], record: StepRecord) -> SpikeReport:
+        findings = case.statistics.findings
         details = describe_spike(
             record,
-            layers=layer_entries(record, case.statistics.findings, case.verdict.spikes.nonzero().flatten().tolist()),
+            tripped=tripped_layers(record, findings, case.verdict.spikes.nonzero().flatten().tolist()),
+            findings=findings,
             reason=case.decision.reason,
             history=list(self.records),
             optimizer=self._optimizer,

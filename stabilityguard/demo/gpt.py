@@ -60,8 +60,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Adds attention and network to the stream."""
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT(nn.Module):

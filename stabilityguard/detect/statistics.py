@@ -19,7 +19,7 @@ class Finding:
     """L2 norm: exact for an overflow, else NaN or infinite."""
 
     elements: int
-    """Number of elements in the layer's gradient."""
+    """Number of elements in the layer's parameters."""
 
     nan_elements: int | None = None
     """Number of NaN elements; None if not counted."""
@@ -38,8 +38,8 @@ class Statistics:
     present: Tensor
     """bool, shape (L,): layers with a gradient."""
 
-    norm_at_step: float
-    """Global L2 norm of the gradients as ``step()`` finds them, which clipping or edits may have changed."""
+    norms_at_step: Tensor
+    """float64, shape (L,): layer norms as ``step()`` finds them, which clipping or edits may have changed."""
 
     findings: dict[int, Finding]
     """The layers whose float32 norm was not finite, nearest the loss first."""
@@ -60,3 +60,8 @@ class Statistics:
     def global_norm(self) -> float:
         """L2 norm over all layers."""
         return float(torch.linalg.vector_norm(self.norms))
+
+    @property
+    def norm_at_step(self) -> float:
+        """L2 norm over all layers as ``step()`` finds them."""
+        return float(torch.linalg.vector_norm(self.norms_at_step))

@@ -48,6 +48,9 @@ class GradientReader:
     def __init__(self, table: LayerTable) -> None:
         self.table = table
         self._whole = all(p.numel() <= CHUNK and not p.is_complex() for p in table.parameters)
+        self._elements = [0] * len(table.names)
+        for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
+            self._elements[layer] += parameter.numel()
         self._layout: tuple[Any, Tensor, Tensor] | None = None
 
     def read(self) -> Measurement:
@@ -71,17 +74,24 @@ class GradientReader:
         gradients = self._gradients()
         return _stamp(gradients, _present(gradients)) == measurement.stamp
 
-    def examine(self, layers: Sequence[int]) -> dict[int, Finding]:
-        """Tells NaN, Inf and overflow apart in ``layers``, given nearest the loss first. Waits for the device."""
-        pieces: dict[int, list[Tensor]] = defaultdict(list)
-        wanted = set(layers)
-        for layer, gradient in zip(self.table.layer_of, self._gradients(), strict=True):
-            if layer in wanted and gradient is not None:
-                _split(gradient, into=pieces[layer])
-        peaks = _peaks(pieces)
+    def examine(self, layers: Sequence[int], squares: Tensor) -> dict[int, Finding]:
+        """Tells NaN, Inf and overflow apart in ``layers``, given nearest the loss first. Waits for the device.
+
+        A NaN among the ``squares`` needs no second look: adding squares makes one only from one. An infinite square is
+        an overflow where every element is finite.
+        """
+        unclear = {layer for layer in layers if math.isinf(float(squares[layer]))}
+        counted = set(layers[:COUNTED_LAYERS])
+        pieces = self._pieces_of(unclear | counted)
+        peaks = _peaks({layer: pieces[layer] for layer in unclear})
         return {
-            layer: _finding(pieces[layer], peaks.get(layer, 0.0), counted=i < COUNTED_LAYERS)
-            for i, layer in enumerate(layers)
+            layer: _finding(
+                pieces.get(layer, []),
+                peaks.get(layer, math.nan),
+                elements=self._elements[layer],
+                counted=layer in counted,
+            )
+            for layer in layers
         }
 
     def dtypes(self) -> set[torch.dtype]:
@@ -112,6 +122,13 @@ class GradientReader:
             _split(gradient, into=pieces)
             counts.append(len(pieces) - before)
         return pieces, tuple(counts)
+
+    def _pieces_of(self, layers: set[int]) -> dict[int, list[Tensor]]:
+        pieces: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        for layer, gradient in zip(self.table.layer_of, self._gradients(), strict=True):
+            if layer in layers and gradient is not None:
+                _split(gradient, into=pieces[layer])
+        return pieces
 
     def _layout_of(
         self, gradients: list[Tensor | None], counts: tuple[int, ...] | None, device: torch.device
@@ -188,15 +205,11 @@ def _peaks(pieces: dict[int, list[Tensor]]) -> dict[int, float]:
     return peaks
 
 
-def _finding(pieces: list[Tensor], peak: float, *, counted: bool) -> Finding:
-    elements = sum(piece.numel() for piece in pieces)
-    if 0.0 <= peak < torch.inf:
-        return Finding(
-            kind="overflow", norm=_exact_norm(pieces, peak), elements=elements, nan_elements=0, inf_elements=0
-        )
+def _finding(pieces: list[Tensor], peak: float, *, elements: int, counted: bool) -> Finding:
+    overflow = math.isfinite(peak)
     return Finding(
-        kind="nan" if peak != peak else "inf",
-        norm=peak,
+        kind="overflow" if overflow else "nan" if math.isnan(peak) else "inf",
+        norm=_exact_norm(pieces, peak) if overflow else peak,
         elements=elements,
         nan_elements=_count(torch.isnan, pieces) if counted else None,
         inf_elements=_count(torch.isinf, pieces) if counted else None,

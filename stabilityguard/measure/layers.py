@@ -22,14 +22,14 @@ class LayerTable:
     A tied parameter belongs to the first module that owns it. The layers are in the order of the model's definition.
     """
 
-    names: tuple[str, ...]
-    """Qualified names of the ``L`` layers in the user's own model, without the prefixes of wrappers."""
+    places: dict[str, int]
+    """Index of each of the ``L`` layers by its qualified name in the user's own model, without wrappers' prefixes."""
 
     parameters: tuple[nn.Parameter, ...]
     """The ``P`` parameters of the optimizer, each once, layer by layer."""
 
     layer_of: tuple[int, ...]
-    """Index into ``names`` for every parameter."""
+    """Index of the layer of every parameter."""
 
     @classmethod
     def of(cls, model: nn.Module, parameters: Iterable[nn.Parameter]) -> LayerTable:
@@ -58,9 +58,13 @@ class LayerTable:
         }
         ordered = sorted(wanted, key=lambda p: order[strangers.get(p) or owner[p]])
         layer_names = [strangers.get(p) or owner[p] for p in ordered]
-        names = tuple(dict.fromkeys(layer_names))
-        index = {name: i for i, name in enumerate(names)}
-        return cls(names, tuple(ordered), tuple(index[name] for name in layer_names))
+        places = {name: i for i, name in enumerate(dict.fromkeys(layer_names))}
+        return cls(places, tuple(ordered), tuple(places[name] for name in layer_names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Layer names by index."""
+        return tuple(self.places)
 
     def nearest_loss_first(self, layers: Iterable[int], fired: Sequence[int]) -> list[int]:
         """``layers`` in backward order: as they ``fired`` in the last backward, else by reverse definition."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,18 @@ class LossScale:
     """Above zero where the scaler saw a non-finite gradient; its presence tells that a scaler is at work."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """One reading of the gradients within a step."""
+
+    measurement: Measurement
+    findings: dict[int, Finding] | None
+    """What is known of non-finite layers; None if that was not yet looked at."""
+
+    carries: str
+    """The field of LossScale that says what factor these gradients carry."""
+
+
 class GradientWindow:
     """Measures at the end of every backward pass, and at ``step()`` where gradients have changed since.
 
@@ -37,11 +50,10 @@ class GradientWindow:
     def __init__(self, table: LayerTable) -> None:
         self.table = table
         self.reader = GradientReader(table)
-        self._trigger = EndOfBackward(table, self._backward_ended)
-        self._left: Measurement | None = None
-        self._left_findings: dict[int, Finding] = {}
         self.consumed = False
         """Whether the last backward pass ended with every gradient gone: something steps inside backward."""
+        self._trigger = EndOfBackward(table, self._backward_ended)
+        self._left: _Look | None = None
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -50,7 +62,6 @@ class GradientWindow:
     def forget(self) -> None:
         """Drops what was measured: these gradients will not be stepped on."""
         self._left = None
-        self._left_findings = {}
 
     @property
     def measured(self) -> bool:
@@ -60,62 +71,63 @@ class GradientWindow:
     @torch.no_grad()
     def take(self, loss: Tensor | None, scale: LossScale) -> Statistics:
         """The statistics of the step, in one copy to the host; the next step starts afresh. Not a collective."""
-        looks = self._looks(scale)
-        extras = [t for t in (loss, scale.found_inf, scale.at_backward, scale.at_step) if t is not None]
-        on_host = iter(_to_host([look.squares for look, _, _ in looks] + extras))
-        squares = [next(on_host) for _ in looks]
-        loss_value = None if loss is None else float(next(on_host))
-        overflowed = scale.found_inf is not None and float(next(on_host)) > 0
-        factors = {id(t): float(next(on_host)) for t in (scale.at_backward, scale.at_step) if t is not None}
-        norms, findings = self._merge(squares, [(known, factors.get(id(t), 1.0)) for _, known, t in looks])
-        at_step = squares[-1].sum().sqrt() / factors.get(id(scale.at_step), 1.0)
+        looks = self._looks()
+        scalars = {name: tensor for name, tensor in (("loss", loss), *vars(scale).items()) if tensor is not None}
+        on_host = _to_host([*(look.measurement.squares for look in looks), *scalars.values()])
+        values = dict(zip(scalars, map(float, on_host[len(looks) :]), strict=True))
+        seen, findings = self._norms(looks, on_host, values)
         self.forget()
         return Statistics(
-            norms=norms,
-            present=torch.stack([look.present for look, _, _ in looks]).any(dim=0),
-            norm_at_step=float(at_step),
+            norms=seen[0] if len(seen) == 1 else torch.maximum(seen[0], seen[1]),  # NaN wins
+            norms_at_step=seen[-1],
+            present=looks[0].measurement.present | looks[-1].measurement.present,
             findings=findings,
-            loss=loss_value,
+            loss=values.get("loss"),
             scaled=scale.found_inf is not None,
-            overflowed=overflowed,
-            scale=max(factors.values(), default=None),
+            overflowed=values.get("found_inf", 0.0) > 0,
+            scale=values.get("at_backward", values.get("at_step")),
         )
 
-    def _looks(self, scale: LossScale) -> list[tuple[Measurement, dict[int, Finding], Tensor | None]]:
-        """One or two measurements, each with what is known of its faults and the loss scale that it carries."""
-        looks = []
-        if self._left is not None:
-            looks.append((self._left, self._left_findings, scale.at_backward))
-        if self._left is None or not self.reader.unchanged_since(self._left):
-            looks.append((self.reader.read(), {}, scale.at_step))
+    def _looks(self) -> list[_Look]:
+        looks = [] if self._left is None else [self._left]
+        if self._left is None or not self.reader.unchanged_since(self._left.measurement):
+            looks.append(_Look(measurement=self.reader.read(), findings=None, carries="at_step"))
         return looks
 
-    def _merge(
-        self, squares: list[Tensor], known: list[tuple[dict[int, Finding], float]]
-    ) -> tuple[Tensor, dict[int, Finding]]:
-        merged = torch.zeros(len(self.table.names), dtype=torch.float64)
-        findings: dict[int, Finding] = {}
-        for of_look, (earlier, factor) in zip(squares, known, strict=True):
-            norms = of_look.sqrt() / factor
-            findings = earlier or self._examine(of_look)
+    def _norms(
+        self, looks: list[_Look], squares: list[Tensor], values: dict[str, float]
+    ) -> tuple[list[Tensor], dict[int, Finding]]:
+        """Unscaled layer norms of every look up to the first that is not finite, and what is wrong in that one.
+
+        Clipping by a non-finite norm spoils every layer, so that a look at what it left would say nothing.
+        """
+        seen = []
+        for look, squares_of_look in zip(looks, squares, strict=False):
+            factor = values.get(look.carries, 1.0)
+            findings = self._examine(squares_of_look) if look.findings is None else look.findings
+            norms = squares_of_look.sqrt()
+            if factor != 1.0:
+                norms /= factor
             for layer, finding in findings.items():
                 norms[layer] = finding.norm / factor
-            merged = torch.maximum(merged, norms)  # NaN wins
+            seen.append(norms)
             if findings:
-                break  # clipping by a non-finite norm spoils every layer: what it left says nothing
-        return merged, findings
+                return seen, findings
+        return seen, {}
 
     def _examine(self, squares: Tensor) -> dict[int, Finding]:
-        if bool(squares.sum().isfinite()):
+        """What is wrong with each layer whose square is not finite, nearest the loss first. Waits for the device."""
+        if math.isfinite(float(squares.sum())):
             return {}
         suspects = squares.isfinite().logical_not().nonzero().flatten().tolist()
-        return self.reader.examine(self.table.nearest_loss_first(suspects, self._trigger.fired))
+        return self.reader.examine(self.table.nearest_loss_first(suspects, self._trigger.fired), squares)
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
-        self._left = self.reader.read()
-        self.consumed = not bool(self._left.present.any())
-        self._left_findings = self._examine(self._left.squares) if self._left.squares.device.type == "cpu" else {}
+        measurement = self.reader.read()
+        self.consumed = not bool(measurement.present.any())
+        findings = self._examine(measurement.squares) if measurement.squares.device.type == "cpu" else None
+        self._left = _Look(measurement=measurement, findings=findings, carries="at_backward")
 
 
 def _to_host(tensors: list[Tensor]) -> list[Tensor]:

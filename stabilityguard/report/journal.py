@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import log
-from stabilityguard.report.strict_json import dumps
+from stabilityguard.report.strict_json import dumps, dumps_by_line
 
 JOURNAL_BYTES = 16 << 20
 """Size at which the journal is moved to ``journal.1.jsonl`` (replacing it) and begun anew."""
@@ -25,6 +25,7 @@ class Journal:
         self._path = os.path.join(directory, "journal.jsonl")
         self._max_bytes = max_bytes
         self._file: IO[str] | None = None
+        self._size = 0
         self._broken = False
         self._warned = False
 
@@ -34,8 +35,8 @@ class Journal:
             return
         try:
             file = self._file or self._open()
-            file.write(dumps(_line(record)) + "\n")
-            if file.tell() > self._max_bytes:
+            self._size += file.write(dumps(_line(record)) + "\n")
+            if self._size > self._max_bytes:
                 self._rotate()
         except OSError as error:
             self._give_up(error)
@@ -67,7 +68,7 @@ class Journal:
                 break
         try:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(dumps(report.details, indent=1) + "\n")
+                file.write(dumps_by_line(report.details) + "\n")
         except OSError:
             os.unlink(path)
             raise
@@ -77,6 +78,7 @@ class Journal:
         os.makedirs(self._directory, exist_ok=True)
         # Line by line, so that guards that share the directory do not cut each other's lines.
         self._file = open(self._path, "a", encoding="ascii", buffering=1)  # noqa: SIM115 (held while training)
+        self._size = self._file.tell()
         weakref.finalize(self, self._file.close)  # for guards that nobody closes
         return self._file
 

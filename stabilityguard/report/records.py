@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -16,8 +16,8 @@ Action = Literal["step", "skip", "rollback", "raise"]
 class LayerReadings:
     """Per-layer numbers of one step as tensors on the host, over the ``L`` layers of the table."""
 
-    names: Sequence[str]
-    """Qualified layer names, in the model's own order."""
+    places: Mapping[str, int]
+    """Index of every layer by its qualified name, in the model's own order."""
 
     norms: Tensor
     """float64, shape (L,): L2 norms of the unscaled gradients; NaN or Inf where elements are."""
@@ -37,9 +37,14 @@ class LayerReadings:
     inf: tuple[int, ...] = ()
     """Indices of layers with an infinite element and no NaN, nearest the loss first."""
 
+    @property
+    def names(self) -> list[str]:
+        """Qualified layer names by index."""
+        return list(self.places)
+
     def select(self, values: Tensor, *, known: Tensor) -> dict[str, float]:
         """The entries of ``values`` at which ``known`` (bool, shape (L,)) holds, by layer name."""
-        listed = zip(self.names, values.tolist(), known.tolist(), strict=True)
+        listed = zip(self.places, values.tolist(), known.tolist(), strict=True)
         return {name: value for name, value, wanted in listed if wanted}
 
 
@@ -111,12 +116,14 @@ class StepRecord:
     @property
     def nan_layers(self) -> list[str]:
         """Layers whose gradient holds a NaN, nearest the loss first."""
-        return [self.layers.names[i] for i in self.layers.nan]
+        names = self.layers.names
+        return [names[i] for i in self.layers.nan]
 
     @property
     def inf_layers(self) -> list[str]:
         """Layers whose gradient holds an Inf and no NaN, nearest the loss first."""
-        return [self.layers.names[i] for i in self.layers.inf]
+        names = self.layers.names
+        return [names[i] for i in self.layers.inf]
 
 
 @dataclass(kw_only=True)

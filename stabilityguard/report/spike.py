@@ -23,18 +23,24 @@ TRAJECTORY = 64
 TRACED_LAYERS = 8
 """Layers whose norms a report shows over those steps, the trigger first."""
 
+DETAILED_LAYERS = 16
+"""Tripped layers that a report describes in full; of the others it gives the names."""
 
-def layer_entries(record: StepRecord, findings: Mapping[int, Finding], spikes: Iterable[int]) -> list[dict[str, Any]]:
-    """The layers that are worth a trip: non-finite ones nearest the loss first, then spikes by ratio."""
-    ratios = record.layers.ratios
-    spiking = sorted((i for i in spikes if i not in findings), key=lambda i: -float(ratios[i]))
-    return [_layer_entry(record, i, findings.get(i)) for i in [*findings, *spiking]]
+KINDS = ("nan", "inf", "overflow", "spike")
+
+
+def tripped_layers(record: StepRecord, findings: Mapping[int, Finding], spikes: Iterable[int]) -> dict[int, str]:
+    """The kind of fault by layer: non-finite layers nearest the loss first, then spikes by ratio."""
+    ratios = record.layers.ratios.tolist()
+    spiking = sorted((i for i in spikes if i not in findings), key=lambda i: -ratios[i])
+    return {**{i: finding.kind for i, finding in findings.items()}, **dict.fromkeys(spiking, "spike")}
 
 
 def describe_spike(
     record: StepRecord,
     *,
-    layers: Sequence[dict[str, Any]],
+    tripped: Mapping[int, str],
+    findings: Mapping[int, Finding],
     reason: str,
     history: Sequence[StepRecord],
     optimizer: Optimizer,
@@ -46,7 +52,8 @@ def describe_spike(
     """
     steps = [*history, record][-TRAJECTORY:]
     began = _streak(steps)
-    trigger = next((entry for entry in layers if entry["layer"] == record.trigger_layer), None)
+    names = record.layers.names
+    detailed = _layer_entries(record, tripped, findings)
     return {
         "schema_version": SCHEMA_VERSION,
         "step": record.step,
@@ -55,12 +62,13 @@ def describe_spike(
         "action": record.action,
         "reason": reason,
         "restored_step": record.restored_step,
-        "trigger": trigger,
-        "layers": list(layers),
+        "trigger": next((entry for entry in detailed if entry["layer"] == record.trigger_layer), None),
+        "layers": detailed,
+        "tripped": {kind: [names[i] for i, k in tripped.items() if k == kind] for kind in KINDS},
         "streak": {"began_at_step": began[0].step, "trips": len(began)},
         "loss": record.loss,
         "global_norm": record.global_norm,
-        "trajectory": _trajectory(steps, [entry["layer"] for entry in layers[:TRACED_LAYERS]] or _worst(record)),
+        "trajectory": _trajectory(steps, [names[i] for i in tripped][:TRACED_LAYERS] or _worst(record)),
         "optimizer": {"class": type(optimizer).__name__, "param_groups": _hyperparameters(optimizer)},
         "environment": environment(),
         **context,
@@ -78,20 +86,27 @@ def environment() -> dict[str, str]:
     }
 
 
-def _layer_entry(record: StepRecord, index: int, finding: Finding | None) -> dict[str, Any]:
+def _layer_entries(
+    record: StepRecord, tripped: Mapping[int, str], findings: Mapping[int, Finding]
+) -> list[dict[str, Any]]:
     readings = record.layers
-    baseline, ratio = float(readings.baselines[index]), float(readings.ratios[index])
-    known = baseline == baseline
-    return {
-        "layer": readings.names[index],
-        "kind": finding.kind if finding else "spike",
-        "norm": float(readings.norms[index]),
-        "baseline": baseline if known else None,
-        "ratio": ratio if known else None,
-        "elements": finding.elements if finding else None,
-        "nan_elements": finding.nan_elements if finding else None,
-        "inf_elements": finding.inf_elements if finding else None,
-    }
+    norms, baselines, ratios = (t.tolist() for t in (readings.norms, readings.baselines, readings.ratios))
+    entries = []
+    for i in list(tripped)[:DETAILED_LAYERS]:
+        known, finding = baselines[i] == baselines[i], findings.get(i)
+        entries.append(
+            {
+                "layer": readings.names[i],
+                "kind": tripped[i],
+                "norm": norms[i],
+                "baseline": baselines[i] if known else None,
+                "ratio": ratios[i] if known else None,
+                "elements": finding.elements if finding else None,
+                "nan_elements": finding.nan_elements if finding else None,
+                "inf_elements": finding.inf_elements if finding else None,
+            }
+        )
+    return entries
 
 
 def _streak(steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -107,20 +122,20 @@ def _worst(record: StepRecord) -> list[str]:
 
 
 def _trajectory(steps: Sequence[StepRecord], names: Sequence[str]) -> dict[str, Any]:
+    columns = [_norms(record, names) for record in steps]
     return {
         "step": [record.step for record in steps],
         "action": [record.action for record in steps],
         "loss": [record.loss for record in steps],
         "lr": [record.lr for record in steps],
         "global_norm": [record.global_norm for record in steps],
-        "layers": {name: [_norm(record, name) for record in steps] for name in names},
+        "layers": {name: [column[i] for column in columns] for i, name in enumerate(names)},
     }
 
 
-def _norm(record: StepRecord, name: str) -> float | None:
-    names = record.layers.names
-    index = names.index(name) if name in names else None
-    return float(record.layers.norms[index]) if index is not None and record.layers.present[index] else None
+def _norms(record: StepRecord, names: Sequence[str]) -> list[float | None]:
+    norms, present, places = record.layers.norms.tolist(), record.layers.present.tolist(), record.layers.places
+    return [norms[places[name]] if name in places and present[places[name]] else None for name in names]
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

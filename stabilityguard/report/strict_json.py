@@ -8,12 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def dumps(value: Any, *, indent: int | None = None) -> str:
-    """``value`` as ASCII JSON.
+def dumps(value: Any) -> str:
+    """``value`` as ASCII JSON on one line.
 
     NaN and infinities become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; what JSON has no form for, its ``str``.
     """
-    return json.dumps(plain(value), indent=indent, allow_nan=False)
+    return json.dumps(plain(value), allow_nan=False)
+
+
+def dumps_by_line(entries: Mapping[str, Any]) -> str:
+    """The same with a line for each entry, and for each element of a list of objects: to be read by people, too."""
+    lines = [f"{json.dumps(str(key))}: {_dumps_list(value)}" for key, value in entries.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _dumps_list(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(element, Mapping) for element in value):
+        return "[\n " + ",\n ".join(map(dumps, value)) + "\n]"
+    return dumps(value)
 
 
 def plain(value: Any) -> Any:
