@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stabilityguard.detect.statistics import Statistics
-from stabilityguard.guard import BadEvaluation
+from stabilityguard.guard import BadEvaluation, Guard
+from stabilityguard.measure.window import LossScale
 
 
 class GuardedClosure:
@@ -19,29 +20,35 @@ class GuardedClosure:
 
     Args:
         closure: the user's; clears gradients, runs forward and backward, returns the loss.
-        measure: takes the statistics of the gradients that an evaluation left.
+        guard: measures what an evaluation leaves.
+        scale: how the gradients are scaled.
+        evaluate: whether to make the first evaluation now; False where the gradients to judge are there already.
     """
 
-    def __init__(self, closure: Callable[[], Any], measure: Callable[[], Statistics]) -> None:
-        self._closure = closure
-        self._measure = measure
-        self._pending = True
-        self.first = self._evaluate()
+    def __init__(self, closure: Callable[[], Any], guard: Guard, scale: LossScale, *, evaluate: bool) -> None:
+        self._closure, self._guard, self._scale = closure, guard, scale
+        self.first = self._evaluate() if evaluate else None
+        self._reusable = self._marks() if evaluate else None
 
     def __call__(self) -> Any:
         """The loss. Raises BadEvaluation if a further evaluation's gradients or loss are not finite."""
-        if self._pending:
-            self._pending = False
+        reusable, self._reusable = self._reusable, None
+        if reusable is not None and reusable == self._marks():
             return self.first
         value = self._evaluate()
-        statistics = self._measure()
-        if statistics.findings or not torch.isfinite(torch.as_tensor(statistics.loss or 0.0)):
+        statistics = self._guard.measure(scalar_loss(value), self._scale)
+        if statistics.findings or not math.isfinite(statistics.loss or 0.0):
             raise BadEvaluation(statistics)
         return value
 
     def _evaluate(self) -> Any:
         with torch.enable_grad():
             return self._closure()
+
+    def _marks(self) -> list[tuple[int, int, int | None]]:
+        """What changes when parameters move or gradients are cleared: identities hold while the base steps."""
+        parameters = self._guard.window.table.parameters
+        return [(p._version, id(p.grad), None if p.grad is None else p.grad._version) for p in parameters]
 
 
 def evaluates_repeatedly(optimizer: Optimizer) -> bool:
@@ -51,7 +58,12 @@ def evaluates_repeatedly(optimizer: Optimizer) -> bool:
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     required = closure is not None and closure.default is inspect.Parameter.empty
-    return required or hasattr(optimizer, "first_step")
+    return required or climbs_first(optimizer)
+
+
+def climbs_first(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes two steps for each (SAM): it may want gradients before its ``step(closure)``."""
+    return hasattr(optimizer, "first_step")
 
 
 def scalar_loss(value: object) -> Tensor | None:

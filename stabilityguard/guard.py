@@ -90,6 +90,7 @@ class Guard:
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
         self._breaker_state = BreakerState()
         self._veto: str | None = None
+        LayerTable.of(model, _parameters(optimizer))  # refuses the wrong model before any hook is set
         self._forward = ForwardObserver(model)
         self.window, self._recovery = self._survey()
         self._memory = detector.initial(len(self.window.table.names))
@@ -168,7 +169,7 @@ class Guard:
             self._memory = snapshot.memory
             outcome = Outcome(restored_step=snapshot.step)
         if case.decision.action in ("skip", "rollback"):
-            self._optimizer.zero_grad(set_to_none=False)  # None stays None, and code that reads .grad still can
+            self.window.reader.zero_()  # not removed: code that reads .grad after step() goes on working
         self.steps, self._breaker_state = case.step, case.decision.state
         return outcome
 
@@ -287,7 +288,7 @@ class Guard:
     def _survey(self) -> tuple[GradientWindow, Recovery]:
         parameters = _parameters(self._optimizer)
         self._parameters = [id(parameter) for parameter in parameters]
-        window = GradientWindow(LayerTable.of(self._model, parameters))
+        window = GradientWindow(LayerTable.of(self._model, parameters), self._forward.backward_ended)
         self._begun = False
         self._forward.call_before_next(self._begin)
         return window, Recovery(self._model, parameters, self._optimizer, self._tracked, self.config.snapshots)

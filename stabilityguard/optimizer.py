@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilityguard.closures import GuardedClosure, evaluates_repeatedly, scalar_loss
+from stabilityguard.closures import GuardedClosure, climbs_first, evaluates_repeatedly, scalar_loss
 from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.ema import EmaDetector
@@ -23,7 +23,7 @@ from stabilityguard.report.console import Console
 from stabilityguard.report.journal import Journal
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import Publisher, Sink
-from stabilityguard.scaling import LossScaling, has_overflowed, stays_scaled
+from stabilityguard.scaling import LossScaling, has_overflowed
 
 log = logging.getLogger("stabilityguard")
 
@@ -125,7 +125,7 @@ class GuardedOptimizer(Optimizer):
         )
         self._closed = False
         self._advised = False
-        if hasattr(base, "first_step"):
+        if climbs_first(base):
             log.warning("%s.first_step() and second_step() are not guarded; use step(closure)", type(base).__name__)
 
     # The guarded step -------------------------------------------------------------------------------------------
@@ -149,7 +149,8 @@ class GuardedOptimizer(Optimizer):
         scale = self._scaling.read(self)
         if self._closed or self._only_creates_state(closure):
             return self._pass_through(closure, scale)
-        evaluations = None if closure is None else GuardedClosure(closure, lambda: self._guard.measure(None, scale))
+        self._scaling.check(self._guard.window.reader, scale, self.base_optimizer)
+        evaluations = None if closure is None else self._evaluations(closure, scale)
         if loss is None and evaluations is not None:
             loss = scalar_loss(evaluations.first)
         self._advise(scale)
@@ -160,9 +161,13 @@ class GuardedOptimizer(Optimizer):
         applied = self._guard.records[-1].applied
         return result if applied or evaluations is None else evaluations.first
 
+    def _evaluations(self, closure: Callable[[], Any], scale: LossScale) -> GuardedClosure:
+        gradients_are_there = climbs_first(self.base_optimizer) and self._guard.window.measured
+        return GuardedClosure(closure, self._guard, scale, evaluate=not gradients_are_there)
+
     def _update(self, statistics: Statistics, evaluations: GuardedClosure | None, scale: LossScale) -> Any:
         reader = self._guard.window.reader
-        self._scaling.unscale(reader, scale, self.base_optimizer)
+        self._scaling.unscale(reader, scale)
         limit = self._guard.config.max_grad_norm
         if limit is not None and statistics.norm_at_step > limit:
             reader.scale_(limit / (statistics.norm_at_step + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
@@ -189,7 +194,8 @@ class GuardedOptimizer(Optimizer):
     def _pass_through(self, closure: Callable[[], Any] | None, scale: LossScale) -> Any:
         if has_overflowed(scale):
             return None
-        self._scaling.unscale(self._guard.window.reader, scale, self.base_optimizer)
+        self._scaling.check(self._guard.window.reader, scale, self.base_optimizer)
+        self._scaling.unscale(self._guard.window.reader, scale)
         return self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
 
     def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
@@ -201,7 +207,7 @@ class GuardedOptimizer(Optimizer):
         return all(p.grad is None or not p.grad.any() for group in self.param_groups for p in group["params"])
 
     def _advise(self, scale: LossScale) -> None:
-        if not self._advised and stays_scaled(scale):
+        if not self._advised and scale.unscaled_unseen:
             self._advised = True
             log.warning("gradient norms include the loss scale after unscale_(); pass scaler= to GuardedOptimizer")
 

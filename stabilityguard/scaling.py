@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from stabilityguard.measure.gradients import GradientReader
@@ -34,18 +33,20 @@ class LossScaling:
             at_backward = self._scaler._scale
         return LossScale(at_backward=at_backward, at_step=at_step, found_inf=found_inf)
 
-    def unscale(self, reader: GradientReader, scale: LossScale, base: Optimizer) -> None:
-        """Divides the gradients by the scale that they still carry.
+    def check(self, reader: GradientReader, scale: LossScale, base: Optimizer) -> None:
+        """Says what the scaler would have said, had it unscaled for the base optimizer itself.
 
         Raises:
-            ValueError: a gradient is float16 and the base optimizer does not declare that it can take that, the
-                error that the scaler itself would have raised.
+            ValueError: a gradient is float16, and the optimizer does not declare that it takes scaled gradients.
         """
-        if scale.at_step is None:
-            return
-        if not getattr(base, "_step_supports_amp_scaling", False) and torch.float16 in reader.dtypes():
+        takes_scaled = scale.at_step is None or getattr(base, "_step_supports_amp_scaling", False)
+        if not takes_scaled and torch.float16 in reader.dtypes():
             raise ValueError("Attempting to unscale FP16 gradients.")
-        reader.scale_(scale.at_step.double().reciprocal().float())
+
+    def unscale(self, reader: GradientReader, scale: LossScale) -> None:
+        """Divides the gradients by the scale that they still carry."""
+        if scale.at_step is not None:
+            reader.scale_(scale.at_step.double().reciprocal().float())
 
     def forgive(self, guarded: Optimizer) -> None:
         """Makes the scaler forget an overflow whose step was rolled back together with the scaler."""
@@ -57,8 +58,3 @@ class LossScaling:
 def has_overflowed(scale: LossScale) -> bool:
     """Whether the scaler saw a non-finite gradient. Waits for the device."""
     return scale.found_inf is not None and bool(scale.found_inf > 0)
-
-
-def stays_scaled(scale: LossScale) -> bool:
-    """Whether norms from the end of backward cannot be unscaled: ``unscale_`` was called, by a scaler unknown here."""
-    return isinstance(scale.found_inf, Tensor) and scale.at_backward is None

@@ -1,6 +1,6 @@
 """The end of a backward pass, seen before the user's next line runs.
 
-A post-accumulate-grad hook sits on one parameter of every layer. The first that fires in a backward pass queues a
+A post-accumulate-grad hook sits on every parameter. The first that fires in a backward pass queues a
 callback on the autograd engine, and that one queues a second: the second runs after the finalisation of DDP and FSDP,
 when every ``.grad`` is final, and before ``backward()`` returns.
 """
@@ -32,8 +32,12 @@ class EndOfBackward:
 
     @property
     def fired(self) -> list[int]:
-        """Layers in the order in which the last backward pass reached them."""
-        return self._pass.fired
+        """Layers in the order in which backward passes last reached them, since ``forget()``."""
+        return list(self._pass.fired)
+
+    def forget(self) -> None:
+        """Starts the order anew."""
+        self._pass.fired.clear()
 
     def close(self) -> None:
         """Removes every hook."""
@@ -49,12 +53,11 @@ class _Pass:
     def __init__(self, trigger: weakref.ref[EndOfBackward]) -> None:
         self._trigger = trigger
         self.graph_task = -1
-        self.fired: list[int] = []
+        self.fired: dict[int, None] = {}
 
     def begin(self, graph_task: int) -> None:
         # The task's number, not a flag: a backward pass that raises would leave a flag set for ever.
         self.graph_task = graph_task
-        self.fired = []
         _queue(lambda: _queue(self._end))
 
     def _end(self) -> None:
@@ -64,23 +67,22 @@ class _Pass:
 
 
 def _attach(table: LayerTable, under_way: _Pass) -> list[RemovableHandle]:
-    hooked: set[int] = set()
-    handles = []
-    for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
-        if parameter.requires_grad and layer not in hooked:
-            hooked.add(layer)
-            hook = _hook(under_way, layer)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-    return handles
+    return [
+        parameter.register_post_accumulate_grad_hook(_hook(under_way, layer))  # type: ignore[no-untyped-call]
+        for parameter, layer in zip(table.parameters, table.layer_of, strict=True)
+        if parameter.requires_grad
+    ]
 
 
 def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:
     current_graph_task = torch._C._current_graph_task_id
+    fired = under_way.fired
 
     def hook(_: Tensor) -> None:
         if under_way.graph_task != (graph_task := current_graph_task()):
             under_way.begin(graph_task)
-        under_way.fired.append(layer)
+        fired.pop(layer, None)  # the last time counts: recomputation reaches tied layers more than once
+        fired[layer] = None
 
     return hook
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stabilityguard.measure.batch import describe_batch
 from stabilityguard.measure.loss import LossMeter, find_loss
@@ -18,26 +19,37 @@ HELD_BATCHES = 8
 
 
 class ForwardObserver:
-    """Watches the training forwards of ``model``; evaluation, and what runs inside a compiled graph, is passed over."""
+    """Watches the training forwards of ``model``; evaluation, and what runs inside a compiled graph, is passed over.
+
+    The hooks hold this object weakly, and are inert in copies of the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before_next: Callable[[], None] | None = None
+        self._model = model
         self._losses = LossMeter()
         self._batches: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=HELD_BATCHES)
-        observer = weakref.ref(self)
-        self._handles = [
-            model.register_forward_pre_hook(_Hook(observer, ForwardObserver._enter), with_kwargs=True),
-            model.register_forward_hook(_Hook(observer, ForwardObserver._leave), with_kwargs=True),
-        ]
+        self._before_next: Callable[[], None] | None = None
+        hook = _Hook(weakref.ref(self), ForwardObserver._leave)
+        self._handles = [model.register_forward_hook(hook, with_kwargs=True)]
+        self._entry_handles: list[RemovableHandle] = []
+        for handles in (self._handles, self._entry_handles):
+            weakref.finalize(self, _remove, handles).atexit = False
 
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
+        _remove(self._entry_handles)
 
     def call_before_next(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once, before the next training forward touches anything."""
+        """Calls ``callback`` once, before the next training forward of the model or a part of it touches anything."""
+        _remove(self._entry_handles)
         self._before_next = callback
+        hook = _Hook(weakref.ref(self), ForwardObserver._enter)
+        self._entry_handles += [m.register_forward_pre_hook(hook) for m in self._model.modules()]
+
+    def backward_ended(self) -> None:
+        """Counts the losses whose backward pass has just reached the layers of interest."""
+        self._losses.arrive()
 
     def take_loss(self) -> Tensor | None:
         """Mean loss since the last step as a 0-dim float64 tensor on the device, or None."""
@@ -51,17 +63,34 @@ class ForwardObserver:
         """Lets go of the inputs of the step that ended."""
         self._batches.clear()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._before_next is not None and module.training and torch.is_grad_enabled():
             callback, self._before_next = self._before_next, None
+            _remove(self._entry_handles)
             callback()
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._batches.append((args, kwargs))
-            loss = find_loss(output)
-            if loss is not None:
-                self._losses.add(loss)
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._batches.append((args, kwargs))
+        loss = find_loss(output)
+        if loss is not None:
+            loss.register_hook(_loss_hook(weakref.ref(self._losses), loss.detach()))
+
+
+def _loss_hook(meter: weakref.ref[LossMeter], loss: Tensor) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        alive = meter()
+        if alive is not None:
+            alive.flows(loss, torch._C._current_graph_task_id())
+
+    return hook
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 class _Hook:

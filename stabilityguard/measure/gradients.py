@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ CHUNK = 65_536
 COUNTED_LAYERS = 8
 """Layers nearest the loss whose NaN and Inf elements are counted; for the others it is known only that they exist."""
 
-Stamp = tuple[list[int], list[int]]
-"""Identities and versions of gradients; equal for two moments between which nothing wrote to them."""
+Stamp = tuple[list[int], list[weakref.ref[Tensor]], list[int]]
+"""Places without a gradient, and the gradients there are with their versions, held weakly: an address can be reused."""
 
 _version = attrgetter("_version")
 _is_sparse = attrgetter("is_sparse")
@@ -63,16 +64,21 @@ class GradientReader:
         present = _present(gradients)
         pieces, counts = self._pieces(present)
         device = pieces[0].device if pieces else torch.device("cpu")
-        layer_of_piece, layers_present = self._layout_of(gradients, counts, device)
+        absent = _absent(gradients, present)
+        layer_of_piece, layers_present = self._layout_of(absent, counts, device)
+        stamp = absent, list(map(weakref.ref, present)), list(map(_version, present))
         squares = torch.zeros(len(self.table.names), dtype=torch.float64, device=device)
         if pieces:
             squares.index_add_(0, layer_of_piece, _norms(pieces).square_())
-        return Measurement(squares=squares, present=layers_present, stamp=_stamp(gradients, present))
+        return Measurement(squares=squares, present=layers_present, stamp=stamp)
 
     def unchanged_since(self, measurement: Measurement) -> bool:
         """Whether every gradient is still the same tensor at the same version."""
         gradients = self._gradients()
-        return _stamp(gradients, _present(gradients)) == measurement.stamp
+        present = _present(gradients)
+        absent, held, versions = measurement.stamp
+        same = len(present) == len(held) and all(ref() is g for ref, g in zip(held, present, strict=True))
+        return same and absent == _absent(gradients, present) and versions == list(map(_version, present))
 
     def examine(self, layers: Sequence[int], squares: Tensor) -> dict[int, Finding]:
         """Tells NaN, Inf and overflow apart in ``layers``, given nearest the loss first. Waits for the device.
@@ -97,6 +103,11 @@ class GradientReader:
     def dtypes(self) -> set[torch.dtype]:
         """The types of the present gradients."""
         return {gradient.dtype for gradient in self._gradients() if gradient is not None}
+
+    def zero_(self) -> None:
+        """Sets every gradient to zero in place; absent ones stay absent."""
+        for gradient in _present(self._gradients()):
+            gradient.detach().zero_()
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiplies every gradient in place by ``factor``, a Python number or a 0-dim tensor."""
@@ -131,14 +142,14 @@ class GradientReader:
         return pieces
 
     def _layout_of(
-        self, gradients: list[Tensor | None], counts: tuple[int, ...] | None, device: torch.device
+        self, absent: list[int], counts: tuple[int, ...] | None, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """The layer of every piece and the layers present; made anew only when the pattern of gradients changes."""
-        absent = tuple(i for i, gradient in enumerate(gradients) if gradient is None)
         key = absent, counts, device
         if self._layout is None or self._layout[0] != key:
-            pairs = zip(self.table.layer_of, gradients, strict=True)
-            layers = torch.tensor([layer for layer, g in pairs if g is not None], dtype=torch.int64)
+            missing = set(absent)
+            present = [layer for i, layer in enumerate(self.table.layer_of) if i not in missing]
+            layers = torch.tensor(present, dtype=torch.int64)
             layers_present = torch.zeros(len(self.table.names), dtype=torch.bool)
             layers_present[layers] = True
             repeats = torch.tensor(counts or [1] * len(layers), dtype=torch.int64)
@@ -150,8 +161,8 @@ def _present(gradients: list[Tensor | None]) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _stamp(gradients: list[Tensor | None], present: list[Tensor]) -> Stamp:
-    return list(map(id, gradients)), list(map(_version, present))
+def _absent(gradients: list[Tensor | None], present: list[Tensor]) -> list[int]:
+    return [] if len(present) == len(gradients) else [i for i, gradient in enumerate(gradients) if gradient is None]
 
 
 def _split(gradient: Tensor, *, into: list[Tensor]) -> None:

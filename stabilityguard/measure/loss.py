@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def find_loss(output: object) -> Tensor | None:
-    """The loss in a training forward's output, detached: a scalar, ``.loss``, ``["loss"]`` or a tuple's first entry.
+    """The loss in a training forward's output: a scalar, ``.loss``, ``["loss"]`` or a tuple's first entry.
 
     Only a real floating-point scalar that requires gradients counts; None if there is none. No wait for the device.
     """
     for candidate in _candidates(output):
         if isinstance(candidate, Tensor) and candidate.numel() == 1 and _is_differentiable(candidate):
-            return candidate.detach().reshape(())
+            return candidate
     return None
 
 
@@ -29,17 +29,32 @@ def _candidates(output: object) -> list[object]:
 
 
 class LossMeter:
-    """Mean of the losses of the micro-batches that make one step; sums stay on the device."""
+    """Mean of the losses whose backward passes make one step; sums stay on the device.
+
+    A loss counts once a backward pass that starts from it has reached the layers of interest: what was dropped before
+    backward, or belongs to another optimizer's layers, does not.
+    """
 
     def __init__(self) -> None:
+        self._flowing: list[Tensor] = []
+        self._graph_task = -1
         self._sum: Tensor | None = None
         self._count = 0
 
-    def add(self, loss: Tensor) -> None:
-        """Takes in the 0-dim ``loss`` of one micro-batch."""
-        value = loss.double()
-        self._sum = value if self._sum is None else self._sum + value.to(self._sum.device)
-        self._count += 1
+    def flows(self, loss: Tensor, graph_task: int) -> None:
+        """Notes that the backward pass numbered ``graph_task`` came through the one-element ``loss``."""
+        if graph_task != self._graph_task:
+            self._graph_task = graph_task
+            self._flowing.clear()
+        self._flowing.append(loss)
+
+    def arrive(self) -> None:
+        """Counts the losses noted: their backward pass has reached the layers."""
+        for loss in self._flowing:
+            value = loss.double().reshape(())
+            self._sum = value if self._sum is None else self._sum + value.to(self._sum.device)
+            self._count += 1
+        self._flowing.clear()
 
     def take(self) -> Tensor | None:
         """The float64 mean since the last call, 0-dim, on the device; None if there was no loss."""

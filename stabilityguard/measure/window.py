@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,11 @@ class LossScale:
     found_inf: Tensor | None = None
     """Above zero where the scaler saw a non-finite gradient; its presence tells that a scaler is at work."""
 
+    @property
+    def unscaled_unseen(self) -> bool:
+        """Whether ``unscale_`` was called by a scaler unknown here; it does not move the gradients' versions."""
+        return self.found_inf is not None and self.at_backward is None and self.at_step is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Look:
@@ -47,11 +53,12 @@ class GradientWindow:
     for, non-finite gradients are examined at once, before the user's next line changes them; elsewhere at ``step()``.
     """
 
-    def __init__(self, table: LayerTable) -> None:
+    def __init__(self, table: LayerTable, on_backward_end: Callable[[], None]) -> None:
         self.table = table
         self.reader = GradientReader(table)
         self.consumed = False
         """Whether the last backward pass ended with every gradient gone: something steps inside backward."""
+        self._on_backward_end = on_backward_end
         self._trigger = EndOfBackward(table, self._backward_ended)
         self._left: _Look | None = None
 
@@ -62,16 +69,17 @@ class GradientWindow:
     def forget(self) -> None:
         """Drops what was measured: these gradients will not be stepped on."""
         self._left = None
+        self._trigger.forget()
 
     @property
     def measured(self) -> bool:
-        """Whether a backward pass has ended since the last step."""
-        return self._left is not None
+        """Whether a backward pass has ended since the last step, and its gradients are still there."""
+        return self._left is not None and self.reader.unchanged_since(self._left.measurement)
 
     @torch.no_grad()
     def take(self, loss: Tensor | None, scale: LossScale) -> Statistics:
         """The statistics of the step, in one copy to the host; the next step starts afresh. Not a collective."""
-        looks = self._looks()
+        looks = self._looks(scale)
         scalars = {name: tensor for name, tensor in (("loss", loss), *vars(scale).items()) if tensor is not None}
         on_host = _to_host([*(look.measurement.squares for look in looks), *scalars.values()])
         values = dict(zip(scalars, map(float, on_host[len(looks) :]), strict=True))
@@ -88,9 +96,9 @@ class GradientWindow:
             scale=values.get("at_backward", values.get("at_step")),
         )
 
-    def _looks(self) -> list[_Look]:
+    def _looks(self, scale: LossScale) -> list[_Look]:
         looks = [] if self._left is None else [self._left]
-        if self._left is None or not self.reader.unchanged_since(self._left.measurement):
+        if not self.measured or scale.unscaled_unseen:
             looks.append(_Look(measurement=self.reader.read(), findings=None, carries="at_step"))
         return looks
 
@@ -128,6 +136,7 @@ class GradientWindow:
         self.consumed = not bool(measurement.present.any())
         findings = self._examine(measurement.squares) if measurement.squares.device.type == "cpu" else None
         self._left = _Look(measurement=measurement, findings=findings, carries="at_backward")
+        self._on_backward_end()
 
 
 def _to_host(tensors: list[Tensor]) -> list[Tensor]:

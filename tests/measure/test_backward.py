@@ -77,13 +77,26 @@ def test_the_layers_are_listed_in_the_order_in_which_backward_reached_them():
     assert watch.fired == ["2", "1", "0"]
 
 
-def test_a_second_pass_lists_only_its_own_layers():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def test_over_several_passes_the_last_time_that_a_layer_was_reached_counts():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     watch = Watch(model)
     model(batch(1)).sum().backward()
-    model[0](batch(1)).sum().backward()
-    assert watch.fired == ["0"]
+    model[1](batch(1)).sum().backward()
     assert len(watch.seen) == 2
+    assert watch.fired == ["2", "0", "1"]
+    model(batch(1)).sum().backward()
+    assert watch.fired == ["2", "1", "0"]
+
+
+def test_the_order_of_one_step_does_not_outlive_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = guard(model)
+    model[0](model[1](batch(1))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (model(batch(2)).square().sum() * torch.nan).backward()
+    optimizer.step()
+    assert optimizer.last_record.nan_layers == ["1", "0"]
 
 
 def test_a_pass_that_reaches_only_some_layers_is_seen():

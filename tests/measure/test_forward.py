@@ -11,7 +11,7 @@ from torch import nn
 
 from stabilityguard.measure.batch import SAMPLED_BYTES, describe_batch, fingerprint
 from stabilityguard.measure.forward import HELD_BATCHES, ForwardObserver
-from stabilityguard.measure.loss import LossMeter, find_loss
+from stabilityguard.measure.loss import find_loss
 from tests.support import Net, NormNet, batch, guard
 
 
@@ -28,11 +28,12 @@ class Returning(nn.Module):
 
 
 def loss_seen(model, x):
-    observer = ForwardObserver(model)
-    model(x)
-    seen = observer.take_loss()
-    observer.close()
-    return None if seen is None else float(seen)
+    """The loss in the record of a step over ``x``, and the loss that the step was made from."""
+    with guard(model) as optimizer:
+        loss = find_loss(model(x))
+        loss.backward()
+        optimizer.step()
+        return optimizer.last_record.loss, loss.item()
 
 
 # The loss -------------------------------------------------------------------------------------------------------------
@@ -53,7 +54,8 @@ def loss_seen(model, x):
 )
 def test_the_loss_is_found_in_whatever_shape_the_model_returns_it(shape):
     model = Returning(shape)
-    assert loss_seen(model, batch(1)) == model.net(batch(1)).item()
+    seen, expected = loss_seen(model, batch(1))
+    assert seen == expected
 
 
 @pytest.mark.parametrize(
@@ -77,28 +79,27 @@ def test_what_is_no_differentiable_scalar_is_no_loss(output):
     assert find_loss(output) is None
 
 
-def test_the_loss_is_taken_without_its_graph():
-    loss = find_loss(Net()(batch(1)))
-    assert loss.grad_fn is None
-    assert loss.shape == ()
+def test_a_loss_of_low_precision_is_averaged_in_double_precision():
+    model = Returning(lambda loss: loss.bfloat16())
+    optimizer = guard(model)
+    losses = []
+    for step in range(1, 8):
+        loss = model(batch(step))
+        losses.append(loss.item())
+        loss.backward()
+    optimizer.step()
+    assert optimizer.last_record.loss == pytest.approx(sum(losses) / 7, rel=1e-12)
 
 
-def test_the_losses_of_micro_batches_are_averaged_in_float64():
-    meter = LossMeter()
-    for value in (1.0, 2.0, 6.0):
-        meter.add(torch.tensor(value, dtype=torch.bfloat16))
-    mean = meter.take()
-    assert float(mean) == 3.0
-    assert mean.dtype == torch.float64
-
-
-def test_once_taken_a_loss_does_not_come_again():
-    meter = LossMeter()
-    meter.add(torch.tensor(2.0))
-    meter.take()
-    assert meter.take() is None
-    meter.add(torch.tensor(5.0))
-    assert float(meter.take()) == 5.0
+def test_a_loss_does_not_come_again_in_the_next_step():
+    model = Net()
+    optimizer = guard(model)
+    model(batch(1)).backward()
+    optimizer.step()
+    assert optimizer.last_record.loss is not None
+    model.head.weight.square().sum().backward()
+    optimizer.step()
+    assert optimizer.last_record.loss is None
 
 
 def test_the_record_shows_the_mean_loss_over_the_micro_batches_of_its_step():
@@ -334,8 +335,9 @@ def test_closing_removes_the_hooks():
     observer.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    model(batch(1))
+    model(batch(1)).backward()
     assert observer.take_loss() is None
+    assert observer.describe_batches() == []
 
 
 def test_an_observer_that_is_gone_does_not_disturb_the_model():
@@ -356,13 +358,16 @@ def serialised(model):
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, serialised], ids=["deepcopy", "pickle"])
 def test_a_copy_of_the_model_reports_to_nobody(make_copy):
     model = Net()
-    observer = ForwardObserver(model)
+    optimizer = guard(model)
     twin = make_copy(model)
-    twin(batch(1))
-    assert observer.take_loss() is None
-    assert observer.describe_batches() == []
-    model(batch(1))
-    assert observer.take_loss() is not None
+    twin(batch(1) * 1e3).backward()
+    loss = model(batch(2))
+    loss.backward()
+    model.head.weight.grad.fill_(torch.nan)
+    optimizer.step()
+    assert optimizer.last_record.loss == loss.item()
+    batches = optimizer.reports[-1].details["batches"]
+    assert [micro[0]["fingerprint"] for micro in batches] == [fingerprint(batch(2))]
 
 
 def test_a_copy_of_a_guarded_model_trains_by_itself():
