@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from stabilityguard.errors import ConfigurationError
@@ -105,14 +106,14 @@ class GuardConfig:
 
 
 def _require_integer(name: str, value: Any, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise ConfigurationError(f"{name} must be an integer of at least {minimum}, but is {value!r}")
 
 
-def _require_number(name: str, value: Any, *, above: float, at_most: float = math.inf) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and above < value <= at_most and math.isfinite(value)):
-        upper = "" if at_most == math.inf else f" and at most {at_most:g}"
+def _require_number(name: str, value: Any, *, above: float, at_most: float = sys.float_info.max) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and above < value <= at_most):
+        upper = "" if at_most == sys.float_info.max else f" and at most {at_most:g}"
         raise ConfigurationError(f"{name} must be a finite number greater than {above:g}{upper}, but is {value!r}")
 
 
@@ -123,11 +124,15 @@ def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def _require_type(name: str, value: Any, expected: type) -> None:
     if not isinstance(value, expected):
-        raise ConfigurationError(f"{name} must be a {expected.__name__}, but is {value!r}; pass {expected.__name__}(…)")
+        remedy = "True or False" if expected is bool else f"{expected.__name__}(…)"
+        raise ConfigurationError(f"{name} must be a {expected.__name__}, but is {value!r}; pass {remedy}")
 
 
 def _path(name: str, value: Any) -> str:
     try:
-        return os.fsdecode(os.fspath(value))
+        path = os.fsdecode(os.fspath(value))
     except TypeError:
-        raise ConfigurationError(f"{name} must be a path, but is {value!r}") from None
+        path = ""
+    if not path:
+        raise ConfigurationError(f"{name} must be a path, but is {value!r}")
+    return path

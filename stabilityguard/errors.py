@@ -56,7 +56,8 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle by their positional arguments, which would lose the keywords.
-        return (_rebuild, (str(self), dict(self.__dict__)))
+        keywords = ("step", "kind", "layer", "norm", "baseline", "ratio", "report_path")
+        return (_rebuild, (str(self), {name: getattr(self, name) for name in keywords}), dict(self.__dict__))
 
 
 def _rebuild(message: str, attributes: dict[str, Any]) -> GradientSpikeError:

@@ -132,7 +132,7 @@ class Guard:
         case = self._judge(statistics)
         outcome = self._act(case, update)
         record = self._record(case, outcome)
-        report = self._report(case, outcome, record) if _is_trip(record) else None
+        report = self._report(case, outcome, record) if case.decision.is_trip else None
         self._close_step(record)
         if record.action == "raise":
             raise _error(record, report)
@@ -300,10 +300,6 @@ class Guard:
             self._recovery.begin(self.steps, self._memory)
 
 
-def _is_trip(record: StepRecord) -> bool:
-    return record.kind not in (None, "veto") and not (record.kind == "scaler_overflow" and record.action == "skip")
-
-
 def _error(record: StepRecord, report: SpikeReport | None) -> GradientSpikeError:
     assert report is not None
     trigger = report.details["trigger"] or {}
@@ -315,7 +311,7 @@ def _error(record: StepRecord, report: SpikeReport | None) -> GradientSpikeError
         layer=record.trigger_layer,
         norm=None if not trigger else float(trigger["norm"]),
         baseline=trigger.get("baseline"),
-        ratio=record.ratio,
+        ratio=record.ratio if trigger else None,
         report_path=report.path,
     )
 

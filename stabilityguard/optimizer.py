@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabilityguard.arguments import as_loss, check_optimizer_and_model, check_scaler_and_sinks, make_detector
 from stabilityguard.closures import GuardedClosure, climbs_first, evaluates_repeatedly, scalar_loss
 from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
-from stabilityguard.detect.ema import EmaDetector
 from stabilityguard.detect.statistics import Statistics
-from stabilityguard.errors import ConfigurationError, StabilityGuardError
+from stabilityguard.errors import StabilityGuardError
 from stabilityguard.guard import BadEvaluation, Guard
 from stabilityguard.measure.window import LossScale
 from stabilityguard.recover.state import check_tracked
@@ -59,6 +59,9 @@ class GuardedOptimizer(Optimizer):
         ConfigurationError: an argument cannot be used, or the optimizer is guarded already or steps inside backward.
     """
 
+    is_guard = True
+    """Marks guards, so that none is put around another."""
+
     # A scaler then calls step() on every step; see stabilityguard.scaling.
     _step_supports_amp_scaling = True
 
@@ -83,7 +86,7 @@ class GuardedOptimizer(Optimizer):
         sinks: Sequence[Sink] = (),
     ) -> None:
         # Not super().__init__(): groups, state, defaults and hooks stay the base optimizer's own, seen live.
-        _check_arguments(base_optimizer, model)
+        check_optimizer_and_model(base_optimizer, model)
         config = GuardConfig(
             spike_threshold=spike_threshold,
             nan_action=nan_action,
@@ -94,7 +97,7 @@ class GuardedOptimizer(Optimizer):
             verbose=verbose,
             max_grad_norm=max_grad_norm,
             snapshots=snapshots,
-            budget=budget or Budget(),
+            budget=Budget() if budget is None else budget,
         )
         self._assemble(base_optimizer, model, config, detector, scaler, track, sinks)
 
@@ -108,6 +111,7 @@ class GuardedOptimizer(Optimizer):
         track: Mapping[str, Any] | None,
         sinks: Sequence[Sink],
     ) -> None:
+        check_scaler_and_sinks(scaler, sinks)
         tracked = check_tracked(track)
         if scaler is not None and scaler not in tracked.values():
             tracked["scaler"] = scaler
@@ -119,7 +123,7 @@ class GuardedOptimizer(Optimizer):
             model,
             base,
             config,
-            _detector(detector, config),
+            make_detector(detector, config),
             tracked,
             Publisher([Journal(config.log_dir), *console, *sinks]),
         )
@@ -155,7 +159,7 @@ class GuardedOptimizer(Optimizer):
             loss = scalar_loss(evaluations.first)
         self._advise(scale)
         result = self._guard.step(
-            lambda statistics: self._update(statistics, evaluations, scale), loss=_as_loss(loss), scale=scale
+            lambda statistics: self._update(statistics, evaluations, scale), loss=as_loss(loss), scale=scale
         )
         self._after_step()
         applied = self._guard.records[-1].applied
@@ -306,43 +310,3 @@ class GuardedOptimizer(Optimizer):
             (),
         )
         self._guard.load_state_dict(state["guard"])
-
-
-def _detector(detector: str | Detector, config: GuardConfig) -> Detector:
-    if detector == "ema":
-        return EmaDetector(threshold=config.spike_threshold, alpha=config.ema_alpha, warmup=config.warmup_steps)
-    if isinstance(detector, Detector):
-        return detector
-    raise ConfigurationError(f'detector must be "ema" or have the methods of Detector, but is {detector!r}')
-
-
-def _check_arguments(base: object, model: object) -> None:
-    if isinstance(base, nn.Module) and isinstance(model, Optimizer):
-        raise ConfigurationError("the optimizer comes first: GuardedOptimizer(optimizer, model)")
-    if not isinstance(base, Optimizer):
-        raise ConfigurationError(f"base_optimizer must be a torch.optim.Optimizer, but is a {type(base).__name__}")
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model must be a torch.nn.Module, but is a {type(model).__name__}")
-    if any(isinstance(inner, GuardedOptimizer) for inner in _chain(base)):
-        raise ConfigurationError("this optimizer is guarded already; guard it once")
-    if any(hasattr(p, "_in_backward_optimizers") for group in base.param_groups for p in group["params"]):
-        raise ConfigurationError(
-            "the parameters are updated inside backward (_apply_optimizer_in_backward), where nothing can stand before "
-            "the update; call optimizer.step() after backward instead"
-        )
-
-
-def _chain(optimizer: object) -> Iterable[object]:
-    """An optimizer and what it wraps, outermost first."""
-    while optimizer is not None:
-        yield optimizer
-        optimizer = vars(optimizer).get("optimizer")
-
-
-def _as_loss(loss: Tensor | float | None) -> Tensor | None:
-    if loss is None:
-        return None
-    scalar = scalar_loss(loss)
-    if scalar is None:
-        raise ConfigurationError(f"loss must be a number or a tensor with one element, but is {loss!r}")
-    return scalar

@@ -21,7 +21,12 @@ RANKS = [
     {"stabilityguard.measure"},
     {"stabilityguard.recover", "stabilityguard.report"},
     {"stabilityguard.guard"},
-    {"stabilityguard.closures", "stabilityguard.scaling", "stabilityguard.optimizer"},
+    {
+        "stabilityguard.closures",
+        "stabilityguard.arguments",
+        "stabilityguard.scaling",
+        "stabilityguard.optimizer",
+    },
     {"stabilityguard.testing", "stabilityguard.demo", "stabilityguard.cli"},
 ]
 """Who may import whom: a module imports from its own row and the rows above. A room stands for all modules in it."""

@@ -75,7 +75,8 @@ class ForwardObserver:
         self._batches.append((args, kwargs))
         loss = find_loss(output)
         if loss is not None:
-            loss.register_hook(_loss_hook(weakref.ref(self._losses), loss.detach()))
+            hook = _loss_hook(weakref.ref(self._losses), loss.detach())
+            loss.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _loss_hook(meter: weakref.ref[LossMeter], loss: Tensor) -> Callable[[Tensor], None]:

@@ -35,6 +35,9 @@ class Decision:
     accept_level: bool = False
     """Whether the spiking layers' norms become their new baselines; the step is then applied."""
 
+    is_trip: bool = True
+    """Whether it counts as trouble; False for healthy steps, vetoes, and overflows that are left to a GradScaler."""
+
     further_back: int = 0
     """Targets to pass over in a rollback, newest first: one for every rollback that did not help."""
 
@@ -49,12 +52,13 @@ class Breaker:
     def decide(self, state: BreakerState, *, step: int, kind: str | None, has_target: bool) -> Decision:
         """The answer to a step judged ``kind`` (None: healthy); ``has_target`` says whether a rollback can be made."""
         if kind is None:
-            return Decision(action="step", reason="healthy", state=replace(state, trips=0, overflows=0))
+            healthy = replace(state, trips=0, overflows=0)
+            return Decision(action="step", reason="healthy", state=healthy, is_trip=False)
         if kind == "veto":
-            return Decision(action="skip", reason="a veto was cast", state=state)
+            return Decision(action="skip", reason="a veto was cast", state=state, is_trip=False)
         if kind == "scaler_overflow" and state.overflows < SCALER_PATIENCE:
             overflowed = replace(state, overflows=state.overflows + 1)
-            return Decision(action="skip", reason="the GradScaler will lower its scale", state=overflowed)
+            return Decision(action="skip", reason="left to the GradScaler", state=overflowed, is_trip=False)
         return self._trip(replace(state, trips=state.trips + 1), step=step, kind=kind, has_target=has_target)
 
     def _trip(self, state: BreakerState, *, step: int, kind: str, has_target: bool) -> Decision:

@@ -20,7 +20,7 @@ WIDEST = 116
 
 _ASCII = str.maketrans(dict.fromkeys("╔╗╚╝╠╣", "+") | {"═": "=", "║": "|", "⚠": "!", "—": "-", "…": "~", "→": ">"})
 
-_TITLES = {"spike": "SPIKE", "nan": "NAN", "inf": "INF", "overflow": "OVERFLOW"}
+_TITLES = {"spike": "SPIKE", "nan": "NAN", "inf": "INF", "overflow": "OVERFLOW", "scaler_overflow": "OVERFLOW"}
 
 
 class Console:
@@ -31,18 +31,22 @@ class Console:
         self._stream = stream
         self._trips = 0
         self._skipped = 0
+        self._reported = 0
 
     def on_report(self, report: SpikeReport) -> None:
         """Prints the alert box, and where the report is."""
         where = f"stabilityguard.log written → {report.path}" if report.path else "stabilityguard.log not written"
-        texts = [_encodable(text, self._out) for text in (alert_title(report.record), *alert_lines(report))]
-        self._print([*_box(texts[0], texts[1:]), where], alarming=True)
+        texts = [_printable(text) for text in (alert_title(report.record), *alert_lines(report))]
+        if not _encodes("\n".join(_box(texts)), self._out):
+            texts = [_ascii(text) for text in texts]  # before the box is drawn: a wide letter becomes a narrow one
+        self._reported = report.record.step
+        self._trips += 1
+        self._print([*_box(texts), where], alarming=True)
 
     def on_record(self, record: StepRecord) -> None:
         """Counts, and prints what is due."""
-        self._trips += record.kind is not None
         self._skipped += not record.applied
-        if record.kind in ("scaler_overflow", "veto"):
+        if record.kind is not None and record.step != self._reported:
             reason = "was vetoed" if record.kind == "veto" else "overflowed under the GradScaler"
             self._print([f"stabilityguard | step {record.step} {reason}: optimizer.step() skipped"])
         if self._every and record.step % self._every == 0:
@@ -56,11 +60,11 @@ class Console:
         parts += [f"loss {number(record.loss)}"] if record.loss is not None else []
         parts += [f"grad norm {number(record.global_norm)}"]
         worst = record.worst_layer
-        parts += [f"worst {worst[0]} ({number(worst[1])}x)"] if worst else []
+        parts += [f"worst {_printable(worst[0])} ({number(worst[1])}x)"] if worst else []
         return " | ".join([*parts, f"trips {self._trips}, skipped {self._skipped}"])
 
     def _print(self, lines: Sequence[str], *, alarming: bool = False) -> None:
-        text = "\n".join(_encodable(line, self._out) for line in lines)
+        text = "\n".join(line if _encodes(line, self._out) else _ascii(line) for line in lines)
         print(f"\x1b[31m{text}\x1b[0m" if alarming and _has_colour(self._out) else text, file=self._out, flush=True)
 
     @property
@@ -120,8 +124,9 @@ def _action(record: StepRecord) -> str:
     }[record.action]
 
 
-def _box(title: str, body: Sequence[str]) -> list[str]:
-    lines = [_fitted(line, WIDEST - 4) for line in (title, *body)]
+def _box(texts: Sequence[str]) -> list[str]:
+    """The frame around a title and the body's lines, as wide as it needs to be."""
+    lines = [_fitted(text, WIDEST - 4) for text in texts]
     width = max(NARROWEST, *(_columns(line) + 4 for line in lines))
     rows = [f"║  {line}{' ' * (width - 2 - _columns(line))}║" for line in lines]
     edge = "═" * width
@@ -130,11 +135,15 @@ def _box(title: str, body: Sequence[str]) -> list[str]:
 
 def _fitted(line: str, columns: int) -> str:
     """``line`` without control characters, its middle cut out where it is wider than ``columns``."""
-    line = "".join(character if character.isprintable() else "?" for character in line)
+    line = _printable(line)
     if _columns(line) <= columns:
         return line
     head = _start(line, columns // 2)
     return f"{head}…{_start(line[::-1], columns - 1 - columns // 2)[::-1]}"
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _start(text: str, columns: int) -> str:
@@ -144,20 +153,29 @@ def _start(text: str, columns: int) -> str:
 
 
 def _columns(text: str) -> int:
-    """Columns that a terminal gives to ``text``: two for wide characters, none for combining ones."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    """Columns that a terminal gives to ``text``: two for wide characters, none for marks on others."""
+    return sum(map(_width, text))
 
 
-def _encodable(line: str, stream: TextIO) -> str:
-    """``line``, or its ASCII form where the stream's encoding lacks a character."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
+def _width(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _encodes(text: str, stream: TextIO) -> bool:
+    """Whether the stream's encoding has every character."""
     try:
-        line.encode(encoding)
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
-        return line.translate(_ASCII).encode("ascii", "replace").decode("ascii")
-    return line
+        return False
+    return True
+
+
+def _ascii(text: str) -> str:
+    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 def _has_colour(stream: TextIO) -> bool:
-    wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return wanted and hasattr(stream, "isatty") and stream.isatty()

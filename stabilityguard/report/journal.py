@@ -25,7 +25,6 @@ class Journal:
         self._path = os.path.join(directory, "journal.jsonl")
         self._max_bytes = max_bytes
         self._file: IO[str] | None = None
-        self._size = 0
         self._broken = False
         self._warned = False
 
@@ -34,21 +33,18 @@ class Journal:
         if self._broken:
             return
         try:
-            file = self._file or self._open()
-            self._size += file.write(dumps(_line(record)) + "\n")
-            if self._size > self._max_bytes:
-                self._rotate()
+            file = self._present_file()
+            file.write(dumps(_line(record)) + "\n")
         except OSError as error:
             self._give_up(error)
 
     def on_report(self, report: SpikeReport) -> None:
         """Writes ``spike_step<N>.json`` under a name that no earlier run has taken, and notes it in ``report.path``."""
+        content = dumps_by_line(report.details) + "\n"
         try:
             os.makedirs(self._directory, exist_ok=True)
-            if self._broken or not os.path.exists(self._path):
-                self.close()
-                self._broken = False
-            report.path = self._write_new(report)
+            report.path = self._write_new(f"spike_step{report.record.step}", content)
+            self._broken = False
         except OSError as error:
             self._give_up(error)
 
@@ -59,32 +55,40 @@ class Journal:
             if file is not None:
                 file.close()
 
-    def _write_new(self, report: SpikeReport) -> str:
+    def _write_new(self, name: str, content: str) -> str:
         for number in itertools.count(1):
             suffix = "" if number == 1 else f"-{number}"
-            path = os.path.join(self._directory, f"spike_step{report.record.step}{suffix}.json")
+            path = os.path.join(self._directory, f"{name}{suffix}.json")
             with contextlib.suppress(FileExistsError):
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 break
         try:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(dumps_by_line(report.details) + "\n")
-        except OSError:
+                file.write(content)
+        except BaseException:
             os.unlink(path)
             raise
         return path
+
+    def _present_file(self) -> IO[str]:
+        """The open journal; opened anew where another guard has moved it on, or somebody has removed it."""
+        if self._file is not None:
+            mine = os.fstat(self._file.fileno())
+            if not _is_at(self._path, mine):
+                self.close()
+            elif mine.st_size > self._max_bytes:
+                self.close()
+                os.replace(self._path, os.path.join(self._directory, "journal.1.jsonl"))
+        return self._file or self._open()
 
     def _open(self) -> IO[str]:
         os.makedirs(self._directory, exist_ok=True)
         # Line by line, so that guards that share the directory do not cut each other's lines.
         self._file = open(self._path, "a", encoding="ascii", buffering=1)  # noqa: SIM115 (held while training)
-        self._size = self._file.tell()
         weakref.finalize(self, self._file.close)  # for guards that nobody closes
+        if _ends_in_a_stump(self._path):
+            self._file.write("\n")
         return self._file
-
-    def _rotate(self) -> None:
-        self.close()
-        os.replace(self._path, os.path.join(self._directory, "journal.1.jsonl"))
 
     def _give_up(self, error: OSError) -> None:
         self._broken = True
@@ -92,6 +96,22 @@ class Journal:
         if not self._warned:
             self._warned = True
             log.warning("cannot write to log_dir %r (%s); training goes on without these files", self._directory, error)
+
+
+def _is_at(path: str, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), file)
+    except FileNotFoundError:
+        return False
+
+
+def _ends_in_a_stump(path: str) -> bool:
+    """Whether a run that was killed, or a disk that was full, has cut the last line."""
+    if not os.path.isfile(path) or os.path.getsize(path) == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _line(record: StepRecord) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 Action = Literal["step", "skip", "rollback", "raise"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerReadings:
     """Per-layer numbers of one step as tensors on the host, over the ``L`` layers of the table."""
 
@@ -86,7 +86,7 @@ class StepRecord:
     lr: float | None = None
     """Learning rate of the first parameter group when ``step()`` was called."""
 
-    layers: LayerReadings = field(repr=False)
+    layers: LayerReadings = field(repr=False, compare=False)
     """The readings behind the properties below."""
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stabilityguard.report.records import SpikeReport, StepRecord
 
 log = logging.getLogger("stabilityguard")
 
 
+@runtime_checkable
 class Sink(Protocol):
     """A consumer of what the guard tells. Calls come in step order, from the thread that calls ``step()``."""
 
@@ -44,12 +45,12 @@ class Publisher:
         """Closes every sink that still works."""
         for sink in list(self._sinks):
             self._tell(sink, "close")
-        self._sinks.clear()
+        self._sinks = []
 
     def _tell(self, sink: Sink, method: str, *arguments: object) -> None:
         try:
             getattr(sink, method)(*arguments)
         except Exception as error:
-            self._sinks.remove(sink)
+            self._sinks = [other for other in self._sinks if other is not sink]
             name = type(sink).__name__
             log.warning("%s.%s failed and is muted from now on: %s: %s", name, method, type(error).__name__, error)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import stabilityguard
 from stabilityguard.detect.statistics import Finding
 from stabilityguard.report.records import StepRecord
+from stabilityguard.report.strict_json import plain
 
 SCHEMA_VERSION = 1
 
@@ -110,11 +111,11 @@ def _layer_entries(
 
 
 def _streak(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """The unbroken run of trips that ends with the last step."""
+    """The trips, unbroken by an applied healthy step, that end with the last step; a veto is none."""
     start = len(steps) - 1
     while start > 0 and steps[start - 1].kind is not None:
         start -= 1
-    return list(steps[start:])
+    return [step for step in steps[start:] if step.kind not in (None, "veto")]
 
 
 def _worst(record: StepRecord) -> list[str]:
@@ -140,6 +141,6 @@ def _norms(record: StepRecord, names: Sequence[str]) -> list[float | None]:
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {**{k: v for k, v in group.items() if k != "params"}, "parameters": len(group["params"])}
+        {**{k: plain(v) for k, v in group.items() if k != "params"}, "parameters": len(group["params"])}
         for group in optimizer.param_groups
     ]

@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+LARGEST_ARRAY = 64
+"""Elements up to which arrays and tensors are written out."""
+
 
 def dumps(value: Any) -> str:
     """``value`` as ASCII JSON on one line.
@@ -38,8 +41,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(entry) for entry in value]
-    if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
-        return plain(value.item())
+    if hasattr(value, "tolist") and math.prod(value.shape) <= LARGEST_ARRAY:
+        return plain(value.tolist())
     return str(value)
 
 

@@ -309,7 +309,7 @@ def test_a_constant_that_is_written_to_is_named_as_touched_and_kept_from_then_on
 
 
 def test_a_constant_that_is_replaced_several_times_is_noticed_however_memory_is_reused():
-    for times in range(1, 6):
+    for times in range(1, 30):
         model = Net()
         model.register_buffer("mean", torch.zeros(3))
         keeper = keeper_of(model)
