@@ -19,7 +19,7 @@ def make_detector(detector: str | Detector, config: GuardConfig) -> Detector:
     """The detector that was asked for, by name or as an object."""
     if detector == "ema":
         return EmaDetector(threshold=config.spike_threshold, alpha=config.ema_alpha, warmup=config.warmup_steps)
-    if isinstance(detector, Detector):
+    if isinstance(detector, Detector) and not isinstance(detector, type):
         return detector
     raise ConfigurationError(f'detector must be "ema" or have the methods of Detector, but is {detector!r}')
 

@@ -165,7 +165,7 @@ class Guard:
         elif case.decision.action == "skip":
             outcome = Outcome(buffers=self._recovery.undo_forward())
         elif case.decision.action == "rollback":
-            snapshot = self._recovery.roll_back(case.decision.further_back)
+            snapshot = self._recovery.roll_back()
             self._memory = snapshot.memory
             outcome = Outcome(restored_step=snapshot.step)
         if case.decision.action in ("skip", "rollback"):
@@ -295,7 +295,7 @@ class Guard:
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""
-        if not self._begun:
+        if not self._begun or self._recovery.was_overtaken:
             self._begun = True
             self._recovery.begin(self.steps, self._memory)
 

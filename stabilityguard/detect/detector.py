@@ -44,12 +44,15 @@ class Detector(Protocol):
 
 
 def realign(state: State, old: tuple[str, ...], fresh: State, new: tuple[str, ...]) -> State:
-    """``state`` of the layers named ``old``, carried over to the layers named ``new``; the rest is as in ``fresh``."""
+    """``state`` of the layers named ``old``, carried over to the layers named ``new``; the rest is as in ``fresh``.
+
+    An entry that ``state`` lacks, or holds for other settings (its leading dimensions differ), stays ``fresh``.
+    """
     source = {name: i for i, name in enumerate(old)}
     pairs = [(i, source[name]) for i, name in enumerate(new) if name in source]
     to, come_from = (torch.tensor(side, dtype=torch.int64) for side in zip(*pairs, strict=True)) if pairs else ((), ())
     moved = {key: value.clone() for key, value in fresh.items()}
     for key, value in moved.items():
-        if pairs:
+        if pairs and key in state and state[key].shape[:-1] == value.shape[:-1]:
             value[..., to] = state[key][..., come_from].to(value.dtype)
     return moved

@@ -50,7 +50,7 @@ class EmaDetector:
 
     def absorb(self, state: State, norms: Tensor) -> State:
         """See :class:`Detector`."""
-        sampled = norms > 0
+        sampled = (norms > 0) & norms.isfinite()
         count = state["count"] + sampled
         gain = self.alpha / (1 - (1 - self.alpha) ** count.double())
         mean = torch.where(sampled, torch.lerp(state["mean"], norms, gain), state["mean"])

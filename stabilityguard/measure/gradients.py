@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,11 @@ from torch import Tensor
 from stabilityguard.detect.statistics import Finding
 from stabilityguard.measure.layers import LayerTable
 
-CHUNK = 65_536
-"""Elements per partial norm on the CPU, whose float32 norm of 20 M elements at once errs by 1e-3."""
+LARGE = 16_384
+"""Elements above which a gradient on the CPU is summed row by row: a float32 sum of 20 M squares errs by 1e-3."""
+
+ROW = 512
+"""Elements summed in float32; the rows' sums are added in float64."""
 
 COUNTED_LAYERS = 8
 """Layers nearest the loss whose NaN and Inf elements are counted; for the others it is known only that they exist."""
@@ -48,28 +50,31 @@ class GradientReader:
 
     def __init__(self, table: LayerTable) -> None:
         self.table = table
-        self._whole = all(p.numel() <= CHUNK and not p.is_complex() for p in table.parameters)
+        self._small = all(p.numel() <= LARGE and not p.is_complex() for p in table.parameters)
         self._elements = [0] * len(table.names)
         for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
             self._elements[layer] += parameter.numel()
-        self._layout: tuple[Any, Tensor, Tensor] | None = None
+        self._layers: tuple[list[int], Tensor] | None = None
 
     def read(self) -> Measurement:
         """Measures all layers. Neither a collective nor a wait for the device.
 
-        Accumulates in float32 (float64 for float64 and complex128 gradients), in chunks of 64 Ki elements on the
-        CPU, and sums the squares in float64: relative error below 1e-6.
+        Accumulates in float32 (float64 for float64 and complex128 gradients), on the CPU in rows of 512 elements where
+        a gradient is large, and sums the squares in float64: relative error below 1e-6.
         """
         gradients = self._gradients()
         present = _present(gradients)
-        pieces, counts = self._pieces(present)
-        device = pieces[0].device if pieces else torch.device("cpu")
         absent = _absent(gradients, present)
-        layer_of_piece, layers_present = self._layout_of(absent, counts, device)
+        layers = self._layers_of(absent)
+        if self._small and not any(map(_is_sparse, present)):
+            norms, layer_of_norm = _norms(present), layers
+        else:
+            norms, layer_of_norm = _norms_by_row(present, layers)
+        squares = torch.zeros(len(self.table.places), dtype=torch.float64, device=norms.device)
+        squares.index_add_(0, layer_of_norm.to(norms.device), norms.square_())
+        layers_present = torch.zeros(len(self.table.places), dtype=torch.bool)
+        layers_present[layers] = True
         stamp = absent, list(map(weakref.ref, present)), list(map(_version, present))
-        squares = torch.zeros(len(self.table.names), dtype=torch.float64, device=device)
-        if pieces:
-            squares.index_add_(0, layer_of_piece, _norms(pieces).square_())
         return Measurement(squares=squares, present=layers_present, stamp=stamp)
 
     def unchanged_since(self, measurement: Measurement) -> bool:
@@ -122,39 +127,20 @@ class GradientReader:
     def _gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.table.parameters]
 
-    def _pieces(self, present: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None]:
-        """Real, dense tensors that together hold the gradients, and how many stand for each (None: one)."""
-        if self._whole and not any(map(_is_sparse, present)):
-            return present, None
-        pieces: list[Tensor] = []
-        counts = []
-        for gradient in present:
-            before = len(pieces)
-            _split(gradient, into=pieces)
-            counts.append(len(pieces) - before)
-        return pieces, tuple(counts)
-
     def _pieces_of(self, layers: set[int]) -> dict[int, list[Tensor]]:
         pieces: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for layer, gradient in zip(self.table.layer_of, self._gradients(), strict=True):
             if layer in layers and gradient is not None:
-                _split(gradient, into=pieces[layer])
+                pieces[layer].append(_real(gradient))
         return pieces
 
-    def _layout_of(
-        self, absent: list[int], counts: tuple[int, ...] | None, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """The layer of every piece and the layers present; made anew only when the pattern of gradients changes."""
-        key = absent, counts, device
-        if self._layout is None or self._layout[0] != key:
+    def _layers_of(self, absent: list[int]) -> Tensor:
+        """int64: the layer of every gradient that is there; made anew only when the pattern changes."""
+        if self._layers is None or self._layers[0] != absent:
             missing = set(absent)
-            present = [layer for i, layer in enumerate(self.table.layer_of) if i not in missing]
-            layers = torch.tensor(present, dtype=torch.int64)
-            layers_present = torch.zeros(len(self.table.names), dtype=torch.bool)
-            layers_present[layers] = True
-            repeats = torch.tensor(counts or [1] * len(layers), dtype=torch.int64)
-            self._layout = key, layers.repeat_interleave(repeats).to(device), layers_present
-        return self._layout[1:]
+            layers = [layer for i, layer in enumerate(self.table.layer_of) if i not in missing]
+            self._layers = absent, torch.tensor(layers, dtype=torch.int64)
+        return self._layers[1]
 
 
 def _present(gradients: list[Tensor | None]) -> list[Tensor]:
@@ -165,25 +151,46 @@ def _absent(gradients: list[Tensor | None], present: list[Tensor]) -> list[int]:
     return [] if len(present) == len(gradients) else [i for i, gradient in enumerate(gradients) if gradient is None]
 
 
-def _split(gradient: Tensor, *, into: list[Tensor]) -> None:
-    """Appends real, dense views of ``gradient`` with at most ``CHUNK`` elements each on the CPU."""
+def _real(gradient: Tensor) -> Tensor:
+    """The elements of a sparse or complex gradient as a dense real tensor; any other as it is."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    if gradient.numel() <= CHUNK or gradient.is_cuda:
-        into.append(gradient)
-    else:
-        into.extend(torch.split(_flat(gradient), CHUNK))
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    dense = torch.ops.aten.is_non_overlapping_and_dense(gradient) if not gradient.is_contiguous() else True
+    dense = gradient.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(gradient)
     return gradient.as_strided((gradient.numel(),), (1,)) if dense else gradient.reshape(-1)
+
+
+def _norms_by_row(gradients: list[Tensor], layers: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms of small gradients, of the rows of large ones, and of what rows leave over; and the layer of each."""
+    pieces: list[Tensor] = []
+    of_pieces: list[int] = []
+    rows: list[Tensor] = []
+    of_rows: list[Tensor] = []
+    for gradient, layer in zip(map(_real, gradients), layers.tolist(), strict=True):
+        if gradient.numel() > LARGE and gradient.device.type == "cpu":
+            flat = _flat(gradient)
+            whole = flat.numel() // ROW * ROW
+            grid = flat[:whole].view(-1, ROW)
+            rows.append(torch.linalg.vector_norm(grid, dim=1, dtype=_accumulator(grid.dtype)).double())
+            of_rows.append(torch.full((len(grid),), layer, dtype=torch.int64))
+            gradient = flat[whole:]
+        if gradient.numel():
+            pieces.append(gradient)
+            of_pieces.append(layer)
+    norms = _norms(pieces)
+    return (
+        torch.cat([norms, *(row.to(norms.device) for row in rows)]),
+        torch.cat([torch.tensor(of_pieces, dtype=torch.int64), *of_rows]),
+    )
 
 
 def _norms(pieces: list[Tensor], order: float = 2.0) -> Tensor:
     """float64, shape (len(pieces),): norms, on the device of the first piece."""
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float64)
     try:
         return torch.stack(torch._foreach_norm(pieces, order, dtype=_accumulator(pieces[0].dtype))).double()
     except RuntimeError:  # mixed devices, or float64 beside others: asking each piece beforehand would cost more

@@ -92,7 +92,7 @@ class GradientWindow:
             findings=findings,
             loss=values.get("loss"),
             scaled=scale.found_inf is not None,
-            overflowed=values.get("found_inf", 0.0) > 0,
+            overflowed=values.get("found_inf", 0.0) > 0 or 0.0 in (values.get("at_backward"), values.get("at_step")),
             scale=values.get("at_backward", values.get("at_step")),
         )
 
@@ -111,7 +111,7 @@ class GradientWindow:
         """
         seen = []
         for look, squares_of_look in zip(looks, squares, strict=False):
-            factor = values.get(look.carries, 1.0)
+            factor = values.get(look.carries) or 1.0  # a scale that has fallen to zero has left nothing to unscale
             findings = self._examine(squares_of_look) if look.findings is None else look.findings
             norms = squares_of_look.sqrt()
             if factor != 1.0:

@@ -38,9 +38,6 @@ class Decision:
     is_trip: bool = True
     """Whether it counts as trouble; False for healthy steps, vetoes, and overflows that are left to a GradScaler."""
 
-    further_back: int = 0
-    """Targets to pass over in a rollback, newest first: one for every rollback that did not help."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Breaker:
@@ -82,10 +79,10 @@ class Breaker:
     def _roll_back(self, state: BreakerState, *, step: int, reason: str) -> Decision:
         recent = tuple(s for s in state.rollbacks if step - s < self.budget.window)
         if len(recent) >= self.budget.rollbacks:
-            spent = f"{len(recent)} rollbacks within {self.budget.window} steps did not help"
+            spent = f"{len(recent)} rollbacks within {self.budget.window} steps are all that the budget allows"
             return Decision(action="raise", reason=f"{reason}, but {spent}", state=replace(state, rollbacks=recent))
         rolled = replace(state, trips=0, overflows=0, rollbacks=(*recent, step))
-        return Decision(action="rollback", reason=reason, state=rolled, further_back=len(recent))
+        return Decision(action="rollback", reason=reason, state=rolled)
 
     def _count(self, state: BreakerState) -> str:
         return f"trip {state.trips} of {self.budget.consecutive_skips} in a row"

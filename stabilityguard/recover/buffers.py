@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+Stamp = tuple["weakref.ref[Tensor] | None", int]
+"""A buffer, held weakly, and its version; an address could be reused."""
+
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Where a buffer lives; a forward pass may write to the tensor or put another one in its place."""
+    """Where a buffer lives; a forward pass may write to the tensor or put another one, or None, in its place."""
 
     module: nn.Module
     key: str
 
     @property
-    def tensor(self) -> Tensor:
-        """The present buffer, without its graph."""
-        buffer = self.module._buffers[self.key]
-        assert buffer is not None
-        return buffer.detach()
+    def tensor(self) -> Tensor | None:
+        """The present buffer without its graph, None if there is none."""
+        buffer = self.module._buffers.get(self.key)
+        return None if buffer is None else buffer.detach()
 
-    @property
-    def stamp(self) -> tuple[int, int]:
-        """Identity and version of the present buffer."""
-        buffer = self.module._buffers[self.key]
-        return id(buffer), -1 if buffer is None else buffer._version
+    def stamp(self) -> Stamp:
+        """Marks the present buffer."""
+        buffer = self.module._buffers.get(self.key)
+        return (None, 0) if buffer is None else (weakref.ref(buffer), buffer._version)
+
+    def is_at(self, stamp: Stamp) -> bool:
+        """Whether the marked buffer is still there, and was not written to in a way that shows."""
+        reference, version = stamp
+        buffer = self.module._buffers.get(self.key)
+        if buffer is None or reference is None:
+            return buffer is None and reference is None
+        return reference() is buffer and buffer._version == version
 
     def put(self, value: Tensor) -> None:
-        """Writes ``value`` into the present buffer, or a copy of it in the buffer's place where the shape differs."""
-        present = self.module._buffers[self.key]
-        if present is not None and present.shape == value.shape:
-            present.detach().copy_(value)
+        """Writes ``value`` into the present buffer, or a copy of it in the buffer's place where they are not alike."""
+        present = self.tensor
+        if present is not None and _alike(present, value):
+            present.copy_(value)
         else:
             self.module._buffers[self.key] = value.clone()
 
@@ -67,36 +77,53 @@ class BufferKeeper:
 
     def __init__(self, slots: dict[str, BufferSlot]) -> None:
         self._slots = slots
-        self._copies = {name: slot.tensor.clone() for name, slot in slots.items()}
-        self._constants: dict[str, tuple[int, int]] | None = None
+        present = {name: slot.tensor for name, slot in slots.items()}
+        self._copies = {name: tensor.clone() for name, tensor in present.items() if tensor is not None}
+        self._constants: dict[str, Stamp] | None = None
 
     def refresh(self) -> None:
         """Copies the live buffers; call it when a step was applied. No wait, except at the first call."""
         if self._constants is None:
             self._drop_constants()
         self._adopt(self._moved())
-        for name, copy in self._copies.items():
-            copy.copy_(self._slots[name].tensor)
+        self._copy_live()
+
+    def copy(self) -> None:
+        """Takes the present buffers, constants included, for what they should be: they were just restored."""
+        self._copy_live()
+        if self._constants is not None:
+            self._constants = {name: self._slots[name].stamp() for name in self._constants}
 
     def restore(self) -> tuple[list[str], list[str]]:
         """Puts the copies back. Returns the names restored, and the names touched of which there was no copy."""
-        restored = [name for name, copy in self._copies.items() if not torch.equal(copy, self._slots[name].tensor)]
+        restored = [name for name in self._copies if self._differs(name)]
         for name in restored:
             self._slots[name].put(self._copies[name])
         touched = self._moved()
         self._adopt(touched)
         return restored, touched
 
+    def _copy_live(self) -> None:
+        for name, copy in self._copies.items():
+            tensor = self._slots[name].tensor
+            if tensor is not None and _alike(copy, tensor):
+                copy.copy_(tensor)
+            elif tensor is not None:
+                self._copies[name] = tensor.clone()
+
     def _drop_constants(self) -> None:
-        moved = [name for name, copy in self._copies.items() if not torch.equal(copy, self._slots[name].tensor)]
-        live = self._beside(moved)
+        live = self._beside([name for name in self._copies if self._differs(name)])
         self._copies = {name: copy for name, copy in self._copies.items() if name in live}
-        self._constants = {name: slot.stamp for name, slot in self._slots.items() if name not in live}
+        self._constants = {name: slot.stamp() for name, slot in self._slots.items() if name not in live}
+
+    def _differs(self, name: str) -> bool:
+        tensor = self._slots[name].tensor
+        return tensor is None or not torch.equal(self._copies[name], tensor)
 
     def _moved(self) -> list[str]:
         """Constants that were written to; BatchNorm counts its batches visibly, but not its running statistics."""
         constants = self._constants or {}
-        beside = self._beside([name for name, stamp in constants.items() if self._slots[name].stamp != stamp])
+        beside = self._beside([name for name, stamp in constants.items() if not self._slots[name].is_at(stamp)])
         return [name for name in constants if name in beside]
 
     def _beside(self, names: list[str]) -> set[str]:
@@ -105,7 +132,13 @@ class BufferKeeper:
         return {name for name, slot in self._slots.items() if slot.module in modules} if modules else set()
 
     def _adopt(self, names: list[str]) -> None:
+        assert self._constants is not None or not names
         for name in names:
-            self._copies[name] = self._slots[name].tensor.clone()
-            assert self._constants is not None
-            del self._constants[name]
+            tensor = self._slots[name].tensor
+            if tensor is not None and self._constants is not None:
+                self._copies[name] = tensor.clone()
+                del self._constants[name]
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)

@@ -41,14 +41,22 @@ class Recovery:
         self._state = TrainingState(parameters, self._slots, optimizer, tracked)
         self._ring = SnapshotRing(policy) if policy else None
         self._buffers: BufferKeeper | None = None
+        self._parameters = parameters
+        self._handed_over: list[int] | None = None
 
     @property
     def has_target(self) -> bool:
         """Whether a rollback can be made."""
         return self._ring is not None and self._ring.target() is not None
 
+    @property
+    def was_overtaken(self) -> bool:
+        """Whether parameters were written to between ``begin()`` and now, with no step applied in between."""
+        return self._handed_over is not None and self._handed_over != self._versions()
+
     def begin(self, step: int, memory: Any) -> None:
         """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up."""
+        self._handed_over = self._versions()
         self._buffers = BufferKeeper(self._slots)
         if self._ring is not None:
             self._ring.clear()
@@ -57,6 +65,7 @@ class Recovery:
     def applied(self, step: int, memory: Any) -> None:
         """Takes note that ``step`` was healthy and its update was made; copies what is due."""
         assert self._buffers is not None
+        self._handed_over = None
         self._buffers.refresh()
         if self._ring is not None:
             self._ring.count_healthy_step()
@@ -67,7 +76,12 @@ class Recovery:
         """Copies the present state; the function returned puts it back."""
         tensors = {place: tensor.clone() for place, tensor in self._state.tensors().items()}
         small = self._state.small()
-        return lambda: self._state.restore(tensors, small)
+
+        def put_back() -> None:
+            self._state.restore(tensors, small)
+            self._own_writes()
+
+        return put_back
 
     def undo_forward(self) -> BufferTraces:
         """Puts back the buffers that the bad step's forward has written to."""
@@ -75,13 +89,23 @@ class Recovery:
         restored, touched = self._buffers.restore()
         return BufferTraces(restored=tuple(restored), touched=tuple(touched))
 
-    def roll_back(self, further_back: int) -> Snapshot:
-        """Restores the newest target, or one ``further_back`` as far as there is one, and returns it."""
+    def roll_back(self) -> Snapshot:
+        """Restores the target and returns it; newer snapshots are given up, and the next rollback goes further back."""
         assert self._ring is not None
         assert self._buffers is not None
-        snapshot = self._ring.target(further_back)
+        snapshot = self._ring.target()
         assert snapshot is not None
         self._state.restore(snapshot.tensors, snapshot.small)
+        snapshot.restored = True
         self._ring.drop_newer_than(snapshot.step)
-        self._buffers.refresh()
+        self._buffers.copy()
+        self._own_writes()
         return snapshot
+
+    def _own_writes(self) -> None:
+        """Takes the present parameters for the ones handed over, if none was updated since: these writes are ours."""
+        if self._handed_over is not None:
+            self._handed_over = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]

@@ -26,6 +26,9 @@ class Snapshot:
     healthy_since: int = 0
     """Healthy steps that have followed."""
 
+    restored: bool = False
+    """Whether it has been gone back to."""
+
 
 class SnapshotRing:
     """Holds up to ``policy.keep`` snapshots; their memory is allocated once and used again."""
@@ -43,9 +46,15 @@ class SnapshotRing:
     def take(
         self, step: int, live: Mapping[Place, Tensor], small: SmallState, memory: Any, *, proven: bool = False
     ) -> None:
-        """Copies the ``live`` tensors to host memory and waits for the copies. A ``proven`` one is a target at once."""
+        """Copies the ``live`` tensors to host memory and waits for the copies. A ``proven`` one is a target at once.
+
+        Does nothing while every slot is held by the only target or by the only snapshot on its way to become one.
+        """
         if len(self._snapshots) >= self.policy.keep:
-            self._release(self._dispensable())
+            dispensable = self._dispensable()
+            if dispensable is None:
+                return
+            self._release(dispensable)
         storage = self._spare.pop() if self._spare else {}
         tensors = {place: _storage_for(tensor, storage.get(place)) for place, tensor in live.items()}
         _copy(list(live.values()), list(tensors.values()))
@@ -59,10 +68,11 @@ class SnapshotRing:
         for snapshot in self._snapshots:
             snapshot.healthy_since += 1
 
-    def target(self, further_back: int = 0) -> Snapshot | None:
-        """The newest proven snapshot, or one ``further_back`` as far as there is one; None without any."""
+    def target(self) -> Snapshot | None:
+        """The newest proven snapshot not gone back to before, else the oldest proven one; None without any."""
         proven = self._proven()
-        return proven[max(0, len(proven) - 1 - further_back)] if proven else None
+        unused = [snapshot for snapshot in proven if not snapshot.restored]
+        return unused[-1] if unused else proven[0] if proven else None
 
     def drop_newer_than(self, step: int) -> None:
         """Gives up the snapshots of a future that was abandoned."""
@@ -76,10 +86,12 @@ class SnapshotRing:
     def _proven(self) -> list[Snapshot]:
         return [s for s in self._snapshots if s.healthy_since >= self.policy.quarantine]
 
-    def _dispensable(self) -> Snapshot:
-        """The oldest target while there is a newer one, else the newest on probation, so that the others can pass."""
+    def _dispensable(self) -> Snapshot | None:
+        """The oldest target while there is a newer one, else the newest of several on probation."""
         proven = self._proven()
-        return proven[0] if len(proven) > 1 or len(self._snapshots) == 1 else self._snapshots[-1]
+        if len(proven) > 1 or len(self._snapshots) == 1:
+            return proven[0]
+        return self._snapshots[-1] if len(self._snapshots) - len(proven) > 1 else None
 
     def _release(self, snapshot: Snapshot) -> None:
         self._snapshots.remove(snapshot)

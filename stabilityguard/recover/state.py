@@ -69,7 +69,9 @@ class TrainingState:
             for name, value in self._entries(parameter).items():
                 if isinstance(value, Tensor):
                     found["optimizer", i, name] = value.detach()
-        found.update({("buffer", name, ""): slot.tensor for name, slot in self._buffers.items()})
+        for name, slot in self._buffers.items():
+            if (buffer := slot.tensor) is not None:
+                found["buffer", name, ""] = buffer
         return found
 
     def small(self) -> SmallState:

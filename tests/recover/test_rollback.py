@@ -434,10 +434,11 @@ def test_repeated_trips_climb_further_back_and_then_raise():
     optimizer = rolling(model, snapshots=SnapshotPolicy(every=2, keep=4, quarantine=0), budget=Budget(rollbacks=3))
     train(model, optimizer, range(1, 9))
     restored = [bad_step(model, optimizer).restored_step for _ in range(3)]
-    assert restored[0] == 8
-    assert restored[0] > restored[1] > restored[2]
+    assert restored == [8, 6, 4]
     before = snapshot(model, optimizer)
-    with pytest.raises(GradientSpikeError, match="3 rollbacks within 1000 steps did not help") as caught:
+    with pytest.raises(
+        GradientSpikeError, match="3 rollbacks within 1000 steps are all that the budget allows"
+    ) as caught:
         bad_step(model, optimizer)
     assert (caught.value.step, caught.value.kind, caught.value.layer) == (12, "nan", "head")
     assert_same(snapshot(model, optimizer), before)
@@ -470,7 +471,7 @@ def test_snapshots_of_a_future_that_was_abandoned_are_never_gone_back_to():
     restored = [bad_step(model, optimizer).restored_step for _ in range(2)]
     train(model, optimizer, [11])
     restored += [bad_step(model, optimizer).restored_step for _ in range(2)]
-    assert restored == [8, 6, 11, 6]
+    assert restored == [8, 6, 11, 4]
 
 
 def until_it_raises(model, optimizer):
