@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -330,5 +331,7 @@ def _known(value: float) -> float | None:
 
 
 def _largest(ratios: Tensor) -> float | None:
-    largest = float(ratios.nan_to_num(nan=0.0).max()) if ratios.numel() else 0.0
+    largest = float(ratios.max()) if ratios.numel() else 0.0
+    if math.isnan(largest):  # layers without a baseline
+        largest = float(ratios.nan_to_num(nan=0.0).max())
     return largest or None

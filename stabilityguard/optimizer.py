@@ -204,9 +204,9 @@ class GuardedOptimizer(Optimizer):
 
     def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
         """Whether this is no training step but torch's way of filling an empty state: zero gradients at zero rate."""
-        if closure is not None or self.base_optimizer.state or self._guard.window.measured:
-            return False
         if any(float(group.get("lr", 1.0)) != 0.0 for group in self.param_groups):
+            return False
+        if closure is not None or self.base_optimizer.state or self._guard.window.measured:
             return False
         return all(p.grad is None or not p.grad.any() for group in self.param_groups for p in group["params"])
 

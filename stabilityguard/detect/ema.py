@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,19 +43,30 @@ class EmaDetector:
     def judge(self, state: State, norms: Tensor) -> Verdict:
         """See :class:`Detector`. Layers in warm-up have a baseline and a ratio, and never spike."""
         mean, count = state["mean"], state["count"]
-        floor = NEGLIGIBLE * mean.max() if mean.numel() else mean
-        baselines = torch.where(count > 0, mean.maximum(floor), torch.nan)
+        baselines = mean.clamp_min(NEGLIGIBLE * float(mean.max())) if mean.numel() else mean
+        fewest, _ = _range(count)
+        if fewest == 0:
+            baselines = torch.where(count > 0, baselines, torch.nan)
         ratios = norms / baselines
-        return Verdict(
-            baselines=baselines, ratios=ratios, spikes=(ratios > self.threshold) & (count >= max(1, self.warmup))
-        )
+        spikes = ratios > self.threshold
+        if fewest < max(1, self.warmup):
+            spikes &= count >= max(1, self.warmup)
+        return Verdict(baselines=baselines, ratios=ratios, spikes=spikes)
 
     def absorb(self, state: State, norms: Tensor) -> State:
         """See :class:`Detector`."""
+        fewest, most = _range(state["count"])
+        smallest, largest = _range(norms)
+        if fewest == most >= self.warmup and smallest > 0 and largest < math.inf:
+            # The layers are all alike, as in most steps: the same formula with a number for the gain.
+            mean = torch.lerp(state["mean"], norms, self._gain(fewest + 1))
+            return {**state, "mean": mean, "count": state["count"] + 1}
+        return self._absorb_unlike(state, norms)
+
+    def _absorb_unlike(self, state: State, norms: Tensor) -> State:
         sampled = (norms > 0) & norms.isfinite()
         count = state["count"] + sampled
-        gain = self.alpha / (1 - (1 - self.alpha) ** count.double())
-        mean = torch.where(sampled, torch.lerp(state["mean"], norms, gain), state["mean"])
+        mean = torch.where(sampled, torch.lerp(state["mean"], norms, self._gain(count.double())), state["mean"])
         opening = state["opening"]
         opened = sampled & (count <= self.warmup)
         if bool(opened.any()):
@@ -62,6 +75,16 @@ class EmaDetector:
             mean = torch.where(opened, opening.nanmedian(dim=0).values, mean)
         return {"mean": mean, "count": count, "opening": opening}
 
+    def _gain(self, samples: Any) -> Any:
+        """The weight of the newest of so many ``samples``, a number or a float64 tensor."""
+        return self.alpha / (1 - (1 - self.alpha) ** samples)
+
     def rebase(self, state: State, norms: Tensor, layers: Tensor) -> State:
         """See :class:`Detector`."""
         return {**state, "mean": torch.where(layers, norms, state["mean"])}
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of ``values``; (0, 0) of none."""
+    smallest, largest = values.aminmax() if values.numel() else (0, 0)
+    return float(smallest), float(largest)

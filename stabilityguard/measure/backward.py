@@ -1,8 +1,8 @@
 """The end of a backward pass, seen before the user's next line runs.
 
-A post-accumulate-grad hook sits on every parameter. The first that fires in a backward pass queues a
-callback on the autograd engine, and that one queues a second: the second runs after the finalisation of DDP and FSDP,
-when every ``.grad`` is final, and before ``backward()`` returns.
+Post-accumulate-grad hooks sit on one parameter of each layer of torch's own, and on all of the others. The first that
+fires in a backward pass queues a callback on the autograd engine, and that one queues a second: the second runs after
+the finalisation of DDP and FSDP, when every ``.grad`` is final, and before ``backward()`` returns.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ class _Pass:
 
 
 def _attach(table: LayerTable, under_way: _Pass) -> list[RemovableHandle]:
-    return [
-        parameter.register_post_accumulate_grad_hook(_hook(under_way, layer))  # type: ignore[no-untyped-call]
-        for parameter, layer in zip(table.parameters, table.layer_of, strict=True)
-        if parameter.requires_grad
-    ]
+    handles, hooked = [], set()
+    for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
+        if parameter.requires_grad and not (layer in hooked and layer in table.uniform):
+            hooked.add(layer)
+            hook = _hook(under_way, layer)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    return handles
 
 
 def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:

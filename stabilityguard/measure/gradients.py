@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -50,11 +50,11 @@ class GradientReader:
 
     def __init__(self, table: LayerTable) -> None:
         self.table = table
-        self._small = all(p.numel() <= LARGE and not p.is_complex() for p in table.parameters)
-        self._elements = [0] * len(table.names)
+        self._complex = any(p.is_complex() for p in table.parameters)
+        self._elements = [0] * len(table.places)
         for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
             self._elements[layer] += parameter.numel()
-        self._layers: tuple[list[int], Tensor] | None = None
+        self._plan: tuple[list[int], _Plan] | None = None
 
     def read(self) -> Measurement:
         """Measures all layers. Neither a collective nor a wait for the device.
@@ -65,24 +65,21 @@ class GradientReader:
         gradients = self._gradients()
         present = _present(gradients)
         absent = _absent(gradients, present)
-        layers = self._layers_of(absent)
-        if self._small and not any(map(_is_sparse, present)):
-            norms, layer_of_norm = _norms(present), layers
-        else:
-            norms, layer_of_norm = _norms_by_row(present, layers)
+        sparse = any(map(_is_sparse, present))
+        values = list(map(_real, present)) if sparse or self._complex else present
+        plan = self._plan_for(absent, values, anew=sparse)
+        norms = plan.norms(values)
         squares = torch.zeros(len(self.table.places), dtype=torch.float64, device=norms.device)
-        squares.index_add_(0, layer_of_norm.to(norms.device), norms.square_())
-        layers_present = torch.zeros(len(self.table.places), dtype=torch.bool)
-        layers_present[layers] = True
+        squares.index_add_(0, plan.layer_of_norm.to(norms.device), norms.square_())
         stamp = absent, list(map(weakref.ref, present)), list(map(_version, present))
-        return Measurement(squares=squares, present=layers_present, stamp=stamp)
+        return Measurement(squares=squares, present=plan.layers_present, stamp=stamp)
 
     def unchanged_since(self, measurement: Measurement) -> bool:
         """Whether every gradient is still the same tensor at the same version."""
         gradients = self._gradients()
         present = _present(gradients)
         absent, held, versions = measurement.stamp
-        same = len(present) == len(held) and all(ref() is g for ref, g in zip(held, present, strict=True))
+        same = len(present) == len(held) and all(map(is_, [ref() for ref in held], present))
         return same and absent == _absent(gradients, present) and versions == list(map(_version, present))
 
     def examine(self, layers: Sequence[int], squares: Tensor) -> dict[int, Finding]:
@@ -134,13 +131,41 @@ class GradientReader:
                 pieces[layer].append(_real(gradient))
         return pieces
 
-    def _layers_of(self, absent: list[int]) -> Tensor:
-        """int64: the layer of every gradient that is there; made anew only when the pattern changes."""
-        if self._layers is None or self._layers[0] != absent:
+    def _plan_for(self, absent: list[int], values: list[Tensor], *, anew: bool) -> _Plan:
+        """How to read ``values``; made anew where the pattern of gradients changes, or their sizes may have."""
+        if anew or self._plan is None or self._plan[0] != absent:
             missing = set(absent)
             layers = [layer for i, layer in enumerate(self.table.layer_of) if i not in missing]
-            self._layers = absent, torch.tensor(layers, dtype=torch.int64)
-        return self._layers[1]
+            self._plan = absent, _Plan(values, layers, len(self.table.places))
+        return self._plan[1]
+
+
+class _Plan:
+    """Which gradients are read as a whole, and which row by row.
+
+    ``layer_of_norm`` (int64) is the layer of each norm, ``layers_present`` (bool, shape (L,)) says which have any.
+    """
+
+    def __init__(self, values: list[Tensor], layers: list[int], layer_count: int) -> None:
+        large = {i: v.numel() // ROW for i, v in enumerate(values) if v.numel() > LARGE and v.device.type == "cpu"}
+        self._whole = [i for i, v in enumerate(values) if i not in large]
+        self._grids = list(large.items())
+        self._tails = [(i, rows * ROW) for i, rows in large.items() if values[i].numel() % ROW]
+        of_pieces = [layers[i] for i in self._whole] + [layers[i] for i, _ in self._tails]
+        of_rows = torch.tensor([layers[i] for i in large], dtype=torch.int64)
+        rows = of_rows.repeat_interleave(torch.tensor(list(large.values()), dtype=torch.int64))
+        self.layer_of_norm = torch.cat([torch.tensor(of_pieces, dtype=torch.int64), rows])
+        self.layers_present = torch.zeros(layer_count, dtype=torch.bool)
+        self.layers_present[torch.tensor(layers, dtype=torch.int64)] = True
+
+    def norms(self, values: list[Tensor]) -> Tensor:
+        """float64: the L2 norms of whole gradients, of what rows leave over, and of rows, in this order."""
+        if not self._grids:
+            return _norms(values)
+        pieces = [values[i] for i in self._whole] + [_flat(values[i])[start:] for i, start in self._tails]
+        rows = [_row_norms(values[i], count) for i, count in self._grids]
+        norms = _norms(pieces)
+        return torch.cat([norms, torch.cat(rows).to(norms.device, torch.float64)])
 
 
 def _present(gradients: list[Tensor | None]) -> list[Tensor]:
@@ -159,32 +184,19 @@ def _real(gradient: Tensor) -> Tensor:
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    dense = gradient.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,)) if dense else gradient.reshape(-1)
+    return gradient.as_strided((gradient.numel(),), (1,)) if _is_dense(gradient) else gradient.reshape(-1)
 
 
-def _norms_by_row(gradients: list[Tensor], layers: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of small gradients, of the rows of large ones, and of what rows leave over; and the layer of each."""
-    pieces: list[Tensor] = []
-    of_pieces: list[int] = []
-    rows: list[Tensor] = []
-    of_rows: list[Tensor] = []
-    for gradient, layer in zip(map(_real, gradients), layers.tolist(), strict=True):
-        if gradient.numel() > LARGE and gradient.device.type == "cpu":
-            flat = _flat(gradient)
-            whole = flat.numel() // ROW * ROW
-            grid = flat[:whole].view(-1, ROW)
-            rows.append(torch.linalg.vector_norm(grid, dim=1, dtype=_accumulator(grid.dtype)).double())
-            of_rows.append(torch.full((len(grid),), layer, dtype=torch.int64))
-            gradient = flat[whole:]
-        if gradient.numel():
-            pieces.append(gradient)
-            of_pieces.append(layer)
-    norms = _norms(pieces)
-    return (
-        torch.cat([norms, *(row.to(norms.device) for row in rows)]),
-        torch.cat([torch.tensor(of_pieces, dtype=torch.int64), *of_rows]),
+def _is_dense(gradient: Tensor) -> bool:
+    return gradient.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))
+
+
+def _row_norms(gradient: Tensor, count: int) -> Tensor:
+    flat = gradient if _is_dense(gradient) else gradient.reshape(-1)
+    rows: Tensor = torch.linalg.vector_norm(
+        flat.as_strided((count, ROW), (ROW, 1)), dim=1, dtype=_accumulator(gradient.dtype)
     )
+    return rows
 
 
 def _norms(pieces: list[Tensor], order: float = 2.0) -> Tensor:

@@ -31,6 +31,9 @@ class LayerTable:
     layer_of: tuple[int, ...]
     """Index of the layer of every parameter."""
 
+    uniform: frozenset[int]
+    """Layers of torch's own classes, which use all of their parameters in a forward, or none."""
+
     @classmethod
     def of(cls, model: nn.Module, parameters: Iterable[nn.Parameter]) -> LayerTable:
         """Groups ``parameters`` by the layers of ``model``.
@@ -41,25 +44,24 @@ class LayerTable:
             ConfigurationError: the model holds none of the parameters.
         """
         wanted = list(dict.fromkeys(parameters))
-        owner = {
-            p: name
-            for name, module in reversed(list(named_layers(model)))
-            for p in module._parameters.values()
-            if p is not None
-        }
+        modules = list(named_layers(model))
+        owner = {p: name for name, module in reversed(modules) for p in module._parameters.values() if p is not None}
         if wanted and not any(p in owner for p in wanted):
             raise ConfigurationError(
                 f"none of the optimizer's {len(wanted)} parameters belongs to the model ({type(model).__name__}); "
                 "pass the model whose parameters the optimizer updates"
             )
-        strangers = {p: f"(optimizer parameter {i})" for i, p in enumerate(wanted) if p not in owner}
-        order = {
-            name: i for i, name in enumerate(dict.fromkeys([*(n for n, _ in named_layers(model)), *strangers.values()]))
-        }
-        ordered = sorted(wanted, key=lambda p: order[strangers.get(p) or owner[p]])
-        layer_names = [strangers.get(p) or owner[p] for p in ordered]
-        places = {name: i for i, name in enumerate(dict.fromkeys(layer_names))}
-        return cls(places, tuple(ordered), tuple(places[name] for name in layer_names))
+        names = {p: owner.get(p, f"(optimizer parameter {i})") for i, p in enumerate(wanted)}
+        order = {name: i for i, (name, _) in enumerate(modules)}
+        ordered = sorted(wanted, key=lambda p: order.get(names[p], len(order)))
+        places = {name: i for i, name in enumerate(dict.fromkeys(names[p] for p in ordered))}
+        torchs_own = {name for name, module in modules if type(module).__module__.startswith("torch.nn.")}
+        return cls(
+            places,
+            tuple(ordered),
+            tuple(places[names[p]] for p in ordered),
+            frozenset(places[name] for name in torchs_own & places.keys()),
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
