@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
+from operator import is_
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -247,7 +248,7 @@ class Guard:
                 "backward ended with every gradient gone: a hook updates the parameters and clears their gradients "
                 "inside backward, where nothing can stand before the update; call optimizer.step() afterwards instead"
             )
-        if self._parameters != [id(p) for p in _parameters(self._optimizer)]:
+        if not _same(self._parameters, self._optimizer.param_groups):
             self._survey_again()
 
     def _survey_again(self) -> None:
@@ -288,7 +289,7 @@ class Guard:
 
     def _survey(self) -> tuple[GradientWindow, Recovery]:
         parameters = _parameters(self._optimizer)
-        self._parameters = [id(parameter) for parameter in parameters]
+        self._parameters = parameters
         window = GradientWindow(LayerTable.of(self._model, parameters), self._forward.backward_ended)
         self._begun = False
         self._forward.call_before_next(self._begin)
@@ -321,6 +322,13 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _same(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> bool:
+    """Whether ``groups`` hold exactly these ``parameters``, in this order."""
+    if len(parameters) != sum(len(group["params"]) for group in groups):
+        return False
+    return all(map(is_, parameters, chain.from_iterable(group["params"] for group in groups)))
+
+
 def _learning_rate(optimizer: Optimizer) -> float | None:
     lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     return None if lr is None else float(lr)
@@ -331,7 +339,5 @@ def _known(value: float) -> float | None:
 
 
 def _largest(ratios: Tensor) -> float | None:
-    largest = float(ratios.max()) if ratios.numel() else 0.0
-    if math.isnan(largest):  # layers without a baseline
-        largest = float(ratios.nan_to_num(nan=0.0).max())
+    largest = float(ratios.nan_to_num(nan=0.0).max()) if ratios.numel() else 0.0
     return largest or None

@@ -108,18 +108,21 @@ class GradientReader:
 
     def zero_(self) -> None:
         """Sets every gradient to zero in place; absent ones stay absent."""
-        for gradient in _present(self._gradients()):
-            gradient.detach().zero_()
+        for values in self._values_by_kind().values():
+            torch._foreach_zero_(values)
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiplies every gradient in place by ``factor``, a Python number or a 0-dim tensor."""
+        for (device, _), values in self._values_by_kind().items():
+            torch._foreach_mul_(values, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+    def _values_by_kind(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+        """The gradients' elements, without their graph, to be written to."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for gradient in self._gradients():
-            if gradient is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
-                by_kind[values.device, values.dtype].append(values)
-        for (device, _), values_of_kind in by_kind.items():
-            torch._foreach_mul_(values_of_kind, factor.to(device) if isinstance(factor, Tensor) else factor)
+        for gradient in _present(self._gradients()):
+            values = gradient.detach()._values() if gradient.is_sparse else gradient.detach()
+            by_kind[values.device, values.dtype].append(values)
+        return by_kind
 
     def _gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.table.parameters]

@@ -88,7 +88,7 @@ class GradientWindow:
         return Statistics(
             norms=seen[0] if len(seen) == 1 else torch.maximum(seen[0], seen[1]),  # NaN wins
             norms_at_step=seen[-1],
-            present=looks[0].measurement.present | looks[-1].measurement.present,
+            present=_either(looks[0].measurement.present, looks[-1].measurement.present),
             findings=findings,
             loss=values.get("loss"),
             scaled=scale.found_inf is not None,
@@ -137,6 +137,10 @@ class GradientWindow:
         findings = self._examine(measurement.squares) if measurement.squares.device.type == "cpu" else None
         self._left = _Look(measurement=measurement, findings=findings, carries="at_backward")
         self._on_backward_end()
+
+
+def _either(first: Tensor, second: Tensor) -> Tensor:
+    return first if first is second else first | second
 
 
 def _to_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 import weakref
-from typing import IO, Any
+from typing import Any
 
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import log
@@ -22,21 +22,18 @@ class Journal:
 
     def __init__(self, directory: str, *, max_bytes: int = JOURNAL_BYTES) -> None:
         self._directory = directory
-        self._path = os.path.join(directory, "journal.jsonl")
-        self._max_bytes = max_bytes
-        self._file: IO[str] | None = None
+        self._lines = _LineFile(os.path.join(directory, "journal.jsonl"), max_bytes)
+        weakref.finalize(self, self._lines.close)  # for guards that nobody closes
         self._broken = False
         self._warned = False
 
     def on_record(self, record: StepRecord) -> None:
         """Appends one line, in one write; after a failure nothing more until the next trip."""
-        if self._broken:
-            return
-        try:
-            file = self._present_file()
-            file.write(dumps(_line(record)) + "\n")
-        except OSError as error:
-            self._give_up(error)
+        if not self._broken:
+            try:
+                self._lines.append(dumps(_line(record)) + "\n")
+            except OSError as error:
+                self._give_up(error)
 
     def on_report(self, report: SpikeReport) -> None:
         """Writes ``spike_step<N>.json`` under a name that no earlier run has taken, and notes it in ``report.path``."""
@@ -50,10 +47,7 @@ class Journal:
 
     def close(self) -> None:
         """Closes the journal."""
-        file, self._file = self._file, None
-        with contextlib.suppress(OSError):  # lines are written as they come; a close has nothing to lose
-            if file is not None:
-                file.close()
+        self._lines.close()
 
     def _write_new(self, name: str, content: str) -> str:
         for number in itertools.count(1):
@@ -70,26 +64,6 @@ class Journal:
             raise
         return path
 
-    def _present_file(self) -> IO[str]:
-        """The open journal; opened anew where another guard has moved it on, or somebody has removed it."""
-        if self._file is not None:
-            mine = os.fstat(self._file.fileno())
-            if not _is_at(self._path, mine):
-                self.close()
-            elif mine.st_size > self._max_bytes:
-                self.close()
-                os.replace(self._path, os.path.join(self._directory, "journal.1.jsonl"))
-        return self._file or self._open()
-
-    def _open(self) -> IO[str]:
-        os.makedirs(self._directory, exist_ok=True)
-        # Line by line, so that guards that share the directory do not cut each other's lines.
-        self._file = open(self._path, "a", encoding="ascii", buffering=1)  # noqa: SIM115 (held while training)
-        weakref.finalize(self, self._file.close)  # for guards that nobody closes
-        if _ends_in_a_stump(self._path):
-            self._file.write("\n")
-        return self._file
-
     def _give_up(self, error: OSError) -> None:
         self._broken = True
         self.close()
@@ -98,11 +72,53 @@ class Journal:
             log.warning("cannot write to log_dir %r (%s); training goes on without these files", self._directory, error)
 
 
-def _is_at(path: str, file: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), file)
-    except FileNotFoundError:
-        return False
+class _LineFile:
+    """A file of lines that is moved aside when it is full. Each line is one write, so that others can append, too.
+
+    It is opened anew where another writer has moved it aside, or somebody has removed it.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._descriptor: int | None = None
+        self._identity: tuple[int, int] | None = None
+
+    def append(self, line: str) -> None:
+        """Writes ``line``, which ends in a newline and is ASCII. Raises OSError."""
+        descriptor = self._present()
+        rest = line.encode("ascii")
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+    def close(self) -> None:
+        """Lets go of the file; the next line opens it again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _present(self) -> int:
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._identity:
+            self.close()
+        elif found.st_size > self._max_bytes:
+            self.close()
+            os.replace(self._path, f"{self._path.removesuffix('.jsonl')}.1.jsonl")
+        return self._open() if self._descriptor is None else self._descriptor
+
+    def _open(self) -> int:
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        has_stump = _ends_in_a_stump(self._path)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        opened = os.fstat(self._descriptor)
+        self._identity = opened.st_dev, opened.st_ino
+        if has_stump:
+            os.write(self._descriptor, b"\n")
+        return self._descriptor
 
 
 def _ends_in_a_stump(path: str) -> bool:
