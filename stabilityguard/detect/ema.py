@@ -61,19 +61,19 @@ class EmaDetector:
             # The layers are all alike, as in most steps: the same formula with a number for the gain.
             mean = torch.lerp(state["mean"], norms, self._gain(fewest + 1))
             return {**state, "mean": mean, "count": state["count"] + 1}
-        return self._absorb_unlike(state, norms)
+        return self._absorb_unlike(state, norms, opening=fewest < self.warmup)
 
-    def _absorb_unlike(self, state: State, norms: Tensor) -> State:
+    def _absorb_unlike(self, state: State, norms: Tensor, *, opening: bool) -> State:
         sampled = (norms > 0) & norms.isfinite()
         count = state["count"] + sampled
         mean = torch.where(sampled, torch.lerp(state["mean"], norms, self._gain(count.double())), state["mean"])
-        opening = state["opening"]
+        if not opening:
+            return {**state, "mean": mean, "count": count}
         opened = sampled & (count <= self.warmup)
-        if bool(opened.any()):
-            opening = opening.clone()
-            opening[count[opened] - 1, opened] = norms[opened]
-            mean = torch.where(opened, opening.nanmedian(dim=0).values, mean)
-        return {"mean": mean, "count": count, "opening": opening}
+        samples = state["opening"].clone()
+        samples[count[opened] - 1, opened] = norms[opened]
+        mean = torch.where(opened, samples.nanmedian(dim=0).values, mean)
+        return {"mean": mean, "count": count, "opening": samples}
 
     def _gain(self, samples: Any) -> Any:
         """The weight of the newest of so many ``samples``, a number or a float64 tensor."""
