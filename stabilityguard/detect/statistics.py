@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DETAILED_LAYERS = 8
+"""Tripped layers, the gravest first, that are counted through and described in full; the others are only named."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -18,8 +21,8 @@ class Finding:
     norm: float
     """L2 norm: exact for an overflow, else NaN or infinite."""
 
-    elements: int
-    """Number of elements in the layer's parameters."""
+    elements: int | None = None
+    """Number of elements in the layer's gradient; None if not counted."""
 
     nan_elements: int | None = None
     """Number of NaN elements; None if not counted."""

@@ -77,13 +77,13 @@ def _attach(table: LayerTable, under_way: _Pass) -> list[RemovableHandle]:
 
 
 def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:
-    current_graph_task = torch._C._current_graph_task_id
-    fired = under_way.fired
+    current_graph_task, fired = torch._C._current_graph_task_id, under_way.fired
 
     def hook(_: Tensor) -> None:
         if under_way.graph_task != (graph_task := current_graph_task()):
             under_way.begin(graph_task)
-        fired.pop(layer, None)  # the last time counts: recomputation reaches tied layers more than once
+        if layer in fired:
+            del fired[layer]  # the last time counts: recomputation reaches tied layers more than once
         fired[layer] = None
 
     return hook

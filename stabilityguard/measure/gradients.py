@@ -12,7 +12,7 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor
 
-from stabilityguard.detect.statistics import Finding
+from stabilityguard.detect.statistics import DETAILED_LAYERS, Finding
 from stabilityguard.measure.layers import LayerTable
 
 LARGE = 16_384
@@ -20,9 +20,6 @@ LARGE = 16_384
 
 ROW = 512
 """Elements summed in float32; the rows' sums are added in float64."""
-
-COUNTED_LAYERS = 8
-"""Layers nearest the loss whose NaN and Inf elements are counted; for the others it is known only that they exist."""
 
 Stamp = tuple[list[int], list[weakref.ref[Tensor]], list[int]]
 """Places without a gradient, and the gradients there are with their versions, held weakly: an address can be reused."""
@@ -44,6 +41,11 @@ class Measurement:
     stamp: Stamp
     """The gradients' identities and versions when they were read."""
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was any gradient."""
+        return bool(self.stamp[1])
+
 
 class GradientReader:
     """Reads the ``.grad`` of every parameter of a layer table."""
@@ -51,9 +53,6 @@ class GradientReader:
     def __init__(self, table: LayerTable) -> None:
         self.table = table
         self._complex = any(p.is_complex() for p in table.parameters)
-        self._elements = [0] * len(table.places)
-        for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
-            self._elements[layer] += parameter.numel()
         self._plan: tuple[list[int], _Plan] | None = None
 
     def read(self) -> Measurement:
@@ -88,19 +87,15 @@ class GradientReader:
         A NaN among the ``squares`` needs no second look: adding squares makes one only from one. An infinite square is
         an overflow where every element is finite.
         """
-        unclear = {layer for layer in layers if math.isinf(float(squares[layer]))}
-        counted = set(layers[:COUNTED_LAYERS])
+        known = squares.tolist()
+        unclear = {layer for layer in layers if math.isinf(known[layer])}
+        counted = set(layers[:DETAILED_LAYERS])
         pieces = self._pieces_of(unclear | counted)
         peaks = _peaks({layer: pieces[layer] for layer in unclear})
-        return {
-            layer: _finding(
-                pieces.get(layer, []),
-                peaks.get(layer, math.nan),
-                elements=self._elements[layer],
-                counted=layer in counted,
-            )
-            for layer in layers
-        }
+        findings = dict.fromkeys(layers, _NAN)
+        for layer in pieces:
+            findings[layer] = _finding(pieces[layer], peaks.get(layer, math.nan), counted=layer in counted)
+        return findings
 
     def dtypes(self) -> set[torch.dtype]:
         """The types of the present gradients."""
@@ -108,8 +103,9 @@ class GradientReader:
 
     def zero_(self) -> None:
         """Sets every gradient to zero in place; absent ones stay absent."""
-        for values in self._values_by_kind().values():
-            torch._foreach_zero_(values)
+        present = _present(self._gradients())
+        with torch.no_grad():
+            torch._foreach_zero_([gradient._values() if gradient.is_sparse else gradient for gradient in present])
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiplies every gradient in place by ``factor``, a Python number or a 0-dim tensor."""
@@ -238,12 +234,15 @@ def _peaks(pieces: dict[int, list[Tensor]]) -> dict[int, float]:
     return peaks
 
 
-def _finding(pieces: list[Tensor], peak: float, *, elements: int, counted: bool) -> Finding:
+_NAN = Finding(kind="nan", norm=math.nan)
+
+
+def _finding(pieces: list[Tensor], peak: float, *, counted: bool) -> Finding:
     overflow = math.isfinite(peak)
     return Finding(
         kind="overflow" if overflow else "nan" if math.isnan(peak) else "inf",
         norm=_exact_norm(pieces, peak) if overflow else peak,
-        elements=elements,
+        elements=sum(piece.numel() for piece in pieces) if counted else None,
         nan_elements=_count(torch.isnan, pieces) if counted else None,
         inf_elements=_count(torch.isinf, pieces) if counted else None,
     )

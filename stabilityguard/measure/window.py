@@ -117,7 +117,8 @@ class GradientWindow:
             if factor != 1.0:
                 norms /= factor
             for layer, finding in findings.items():
-                norms[layer] = finding.norm / factor
+                if finding.kind == "overflow":  # NaN and Inf are there already
+                    norms[layer] = finding.norm / factor
             seen.append(norms)
             if findings:
                 return seen, findings
@@ -133,7 +134,7 @@ class GradientWindow:
     @torch.no_grad()
     def _backward_ended(self) -> None:
         measurement = self.reader.read()
-        self.consumed = not bool(measurement.present.any())
+        self.consumed = not measurement.has_gradients
         findings = self._examine(measurement.squares) if measurement.squares.device.type == "cpu" else None
         self._left = _Look(measurement=measurement, findings=findings, carries="at_backward")
         self._on_backward_end()

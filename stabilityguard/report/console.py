@@ -84,7 +84,7 @@ def alert_lines(report: SpikeReport) -> list[str]:
     lines = [f"Trigger layer  : {record.trigger_layer or '(the loss; every gradient is finite)'}"]
     if record.trigger_layer is not None:
         trigger = report.details["trigger"]
-        lines.append(f"Grad norm      : {number(trigger['norm'])}  ({'; '.join(_expectation(trigger))})")
+        lines.append(f"Grad norm      : {number(float(trigger['norm']))}  ({'; '.join(_expectation(trigger))})")
     lines.append(f"Action taken   : {_action(record)}")
     if record.action != "skip":
         lines.append(f"Reason         : {report.reason}")
@@ -103,8 +103,8 @@ def number(value: float | None, decimals: int = 1) -> str:
 def _expectation(trigger: dict[str, Any]) -> list[str]:
     parts = [f"baseline: {number(trigger['baseline'])}" if trigger["baseline"] is not None else "no baseline yet"]
     ratio = trigger["ratio"]
-    if ratio is not None and math.isfinite(ratio):
-        parts[0] += f", ratio: {number(ratio)}x"
+    if ratio is not None and math.isfinite(float(ratio)):
+        parts[0] += f", ratio: {number(float(ratio))}x"
     if trigger["kind"] == "overflow":
         parts.append("every element is finite")
     counts = [
@@ -143,7 +143,7 @@ def _fitted(line: str, columns: int) -> str:
 
 
 def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _start(text: str, columns: int) -> str:
@@ -154,7 +154,7 @@ def _start(text: str, columns: int) -> str:
 
 def _columns(text: str) -> int:
     """Columns that a terminal gives to ``text``: two for wide characters, none for marks on others."""
-    return sum(map(_width, text))
+    return len(text) if text.isascii() else sum(map(_width, text))
 
 
 def _width(character: str) -> int:

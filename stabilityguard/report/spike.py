@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 import stabilityguard
-from stabilityguard.detect.statistics import Finding
+from stabilityguard.detect.statistics import DETAILED_LAYERS, Finding
 from stabilityguard.report.records import StepRecord
 from stabilityguard.report.strict_json import plain
 
@@ -23,9 +23,6 @@ TRAJECTORY = 64
 
 TRACED_LAYERS = 8
 """Layers whose norms a report shows over those steps, the trigger first."""
-
-DETAILED_LAYERS = 16
-"""Tripped layers that a report describes in full; of the others it gives the names."""
 
 KINDS = ("nan", "inf", "overflow", "spike")
 
@@ -47,7 +44,7 @@ def describe_spike(
     optimizer: Optimizer,
     context: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All of a report but its path; the journal writes it as strict JSON.
+    """All of a report but its path, as values that strict JSON has a form for.
 
     ``history`` holds the records of the steps before, oldest first; ``context`` what only the caller knows.
     """
@@ -67,8 +64,8 @@ def describe_spike(
         "layers": detailed,
         "tripped": {kind: [names[i] for i, k in tripped.items() if k == kind] for kind in KINDS},
         "streak": {"began_at_step": began[0].step, "trips": len(began)},
-        "loss": record.loss,
-        "global_norm": record.global_norm,
+        "loss": plain(record.loss),
+        "global_norm": plain(record.global_norm),
         "trajectory": _trajectory(steps, [names[i] for i in tripped][:TRACED_LAYERS] or _worst(record)),
         "optimizer": {"class": type(optimizer).__name__, "param_groups": _hyperparameters(optimizer)},
         "environment": environment(),
@@ -99,9 +96,9 @@ def _layer_entries(
             {
                 "layer": readings.names[i],
                 "kind": tripped[i],
-                "norm": norms[i],
+                "norm": plain(norms[i]),
                 "baseline": baselines[i] if known else None,
-                "ratio": ratios[i] if known else None,
+                "ratio": plain(ratios[i]) if known else None,
                 "elements": finding.elements if finding else None,
                 "nan_elements": finding.nan_elements if finding else None,
                 "inf_elements": finding.inf_elements if finding else None,
@@ -123,20 +120,26 @@ def _worst(record: StepRecord) -> list[str]:
 
 
 def _trajectory(steps: Sequence[StepRecord], names: Sequence[str]) -> dict[str, Any]:
-    columns = [_norms(record, names) for record in steps]
     return {
         "step": [record.step for record in steps],
         "action": [record.action for record in steps],
-        "loss": [record.loss for record in steps],
+        "loss": [plain(record.loss) for record in steps],
         "lr": [record.lr for record in steps],
-        "global_norm": [record.global_norm for record in steps],
-        "layers": {name: [column[i] for column in columns] for i, name in enumerate(names)},
+        "global_norm": [plain(record.global_norm) for record in steps],
+        "layers": dict(zip(names, _norms(steps, names), strict=True)),
     }
 
 
-def _norms(record: StepRecord, names: Sequence[str]) -> list[float | None]:
-    norms, present, places = record.layers.norms.tolist(), record.layers.present.tolist(), record.layers.places
-    return [norms[places[name]] if name in places and present[places[name]] else None for name in names]
+def _norms(steps: Sequence[StepRecord], names: Sequence[str]) -> list[list[Any]]:
+    """The norms of each layer over ``steps``; None where it had no gradient, or the layers were others then."""
+    layers = [record.layers for record in steps if record.layers.places is steps[-1].layers.places]
+    chosen = [layers[-1].places[name] for name in names]
+    absent = -1.0
+    norms = torch.stack([of_step.norms for of_step in layers])[:, chosen]
+    present = torch.stack([of_step.present for of_step in layers])[:, chosen]
+    unknown = [absent] * (len(steps) - len(layers))
+    columns = torch.where(present, norms, absent).T.tolist()
+    return [[None if norm == absent else plain(norm) for norm in [*unknown, *column]] for column in columns]
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

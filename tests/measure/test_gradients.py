@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabilityguard.detect.statistics import Finding
-from stabilityguard.measure.gradients import COUNTED_LAYERS, GradientReader
+from stabilityguard.detect.statistics import DETAILED_LAYERS, Finding
+from stabilityguard.measure.gradients import GradientReader
 from stabilityguard.measure.layers import LayerTable
 from tests.support import assert_same, guard
 
@@ -251,11 +251,11 @@ def test_the_faults_of_a_layer_are_counted_over_all_its_parameters():
 
 
 def test_elements_are_counted_only_in_the_layers_given_first():
-    reader = reader_of(*(torch.full((3,), torch.nan) for _ in range(COUNTED_LAYERS + 2)))
-    order = list(reversed(range(COUNTED_LAYERS + 2)))
+    reader = reader_of(*(torch.full((3,), torch.nan) for _ in range(DETAILED_LAYERS + 2)))
+    order = list(reversed(range(DETAILED_LAYERS + 2)))
     findings = examine(reader, order)
     assert list(findings) == order
-    assert [findings[layer].nan_elements for layer in order] == [3] * COUNTED_LAYERS + [None] * 2
+    assert [findings[layer].nan_elements for layer in order] == [3] * DETAILED_LAYERS + [None] * 2
     assert {finding.kind for finding in findings.values()} == {"nan"}
 
 
