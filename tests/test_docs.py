@@ -1,0 +1,51 @@
+"""What the documents show works as it is shown."""
+
+import inspect
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stabilityguard import GuardedOptimizer
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def code_blocks():
+    return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_loop_of_the_readme_runs_as_printed(capsys):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x).square().mean()
+
+    model = Model()
+    names = {"model": model, "dataloader": [torch.randn(8, 4) for _ in range(60)]}
+    names["ema_model"] = torch.optim.swa_utils.AveragedModel(model)
+    first, second = code_blocks()
+    exec(first, names)
+    assert names["optimizer"].last_record.step == 60
+    assert "step 50 |" in capsys.readouterr().out
+    names["model"] = None
+    exec(second.replace("update_parameters(model)", "update_parameters(ema_model.module)"), names)
+    names["optimizer"].close()
+
+
+def test_the_table_of_parameters_is_the_signature():
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", README, flags=re.MULTILINE)
+    parameters = list(inspect.signature(GuardedOptimizer).parameters.values())[2:]
+    assert [name for name, _ in rows] == [parameter.name for parameter in parameters]
+    assert [default.replace('"', "'") for _, default in rows] == [repr(parameter.default) for parameter in parameters]
+
+
+def test_links_lead_to_files():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), (document.name, target)
