@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,7 +49,7 @@ def check_scaler_and_sinks(scaler: object, sinks: object) -> None:
         raise ConfigurationError(f"sinks must be a list of objects with the methods of Sink, but is {sinks!r}")
 
 
-def _chain(optimizer: object) -> Iterable[object]:
+def _chain(optimizer: object) -> Iterator[object]:
     """An optimizer and what it wraps, outermost first."""
     while optimizer is not None:
         yield optimizer

@@ -7,6 +7,7 @@ StabilityGuardError
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
@@ -25,8 +26,9 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
 
     Attributes:
         step: 1-based count of ``step()`` calls.
-        kind: ``"spike"``, ``"nan"``, ``"inf"`` or ``"overflow"``.
-        layer: qualified name of the trigger layer, or None when only the loss is non-finite.
+        kind: ``"spike"``, ``"nan"``, ``"inf"``, ``"overflow"`` or ``"scaler_overflow"``.
+        layer: qualified name of the trigger layer, or None where no layer is to blame (only the loss is not
+            finite, or only the GradScaler saw the overflow).
         norm: L2 norm of that layer's gradient, NaN or infinite for non-finite gradients.
         baseline: what was expected, or None while the layer has no baseline.
         ratio: ``norm / baseline``, or None without a baseline.
@@ -55,10 +57,5 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
         self.report_path = report_path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle by their positional arguments, which would lose the keywords.
-        keywords = ("step", "kind", "layer", "norm", "baseline", "ratio", "report_path")
-        return (_rebuild, (str(self), {name: getattr(self, name) for name in keywords}), dict(self.__dict__))
-
-
-def _rebuild(message: str, attributes: dict[str, Any]) -> GradientSpikeError:
-    return GradientSpikeError(message, **attributes)
+        # Exceptions pickle by calling the class with their positional arguments, and the keywords have no defaults.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ KEPT_REPORTS = 100
 
 
 class BadEvaluation(Exception):
-    """Raised out of an update whose closure found non-finite gradients, once the state from before it is back."""
+    """Raised inside an update whose closure found non-finite gradients."""
 
     def __init__(self, statistics: Statistics) -> None:
         super().__init__("a closure's gradients are not finite")
@@ -268,7 +268,6 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on judging alike: tensors and plain values."""
         return {
-            "version": 1,
             "steps": self.steps,
             "layers": list(self.window.table.names),
             "memory": dict(self._memory),
@@ -276,9 +275,9 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over such a state, layer by name (None: an unguarded run's). The coming step starts from here."""
-        fresh = self._detector.initial(len(self.window.table.names))
+        """Takes over such a state, layer by name; with None, an unguarded run's, the memory stays. The coming step starts here."""
         if state is not None:
+            fresh = self._detector.initial(len(self.window.table.names))
             self.steps = int(state["steps"])
             self._memory = realign(state["memory"], tuple(state["layers"]), fresh, self.window.table.names)
             breaker = state["breaker"]
@@ -297,7 +296,7 @@ class Guard:
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""
-        if not self._begun or self._recovery.was_overtaken:
+        if not self._begun or self._recovery.was_rewritten:
             self._begun = True
             self._recovery.begin(self.steps, self._memory)
 
@@ -305,9 +304,9 @@ class Guard:
 def _error(record: StepRecord, report: SpikeReport | None) -> GradientSpikeError:
     assert report is not None
     trigger = report.details["trigger"] or {}
-    where = f"layer {record.trigger_layer}" if record.trigger_layer else "the loss"
+    where = f" in layer {record.trigger_layer}" if record.trigger_layer else ""
     return GradientSpikeError(
-        f"{record.kind} at step {record.step} in {where}: {report.reason}; report: {report.path or 'not written'}",
+        f"{record.kind} at step {record.step}{where}, loss {record.loss}: {report.reason}; report: {report.path or 'not written'}",
         step=record.step,
         kind=str(record.kind),
         layer=record.trigger_layer,

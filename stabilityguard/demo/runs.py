@@ -51,7 +51,7 @@ class Run:
     """Held-out loss at the end, in nats per byte."""
 
     died_at: int | None = None
-    """First step whose loss was not finite and left non-finite weights behind."""
+    """First step after which a weight was not finite."""
 
     reports: list[SpikeReport] = field(default_factory=list)
 

@@ -24,8 +24,8 @@ class EmaDetector:
 
         m_n = m_{n-1} + alpha / (1 - (1 - alpha)^n) * (x_n - m_{n-1})
 
-    except that at the end of the warm-up it is set to the median of the warm-up's samples, so that a large opening
-    norm does not hide what follows. A zero norm is not a sample. A layer is judged once it has ``warmup`` samples.
+    except that during the warm-up it is the median of the samples so far, so that a large opening norm does not hide
+    what follows. A zero norm is not a sample. A layer is judged once it has ``warmup`` samples.
     """
 
     threshold: float

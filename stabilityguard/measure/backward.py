@@ -43,9 +43,6 @@ class EndOfBackward:
         """Removes every hook."""
         _remove(self._handles)
 
-    def _ended(self) -> None:
-        self._on_end()
-
 
 class _Pass:
     """The backward pass under way."""
@@ -63,7 +60,7 @@ class _Pass:
     def _end(self) -> None:
         trigger = self._trigger()
         if trigger is not None:
-            trigger._ended()
+            trigger._on_end()
 
 
 def _attach(table: LayerTable, under_way: _Pass) -> list[RemovableHandle]:

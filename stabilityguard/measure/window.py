@@ -83,7 +83,7 @@ class GradientWindow:
         scalars = {name: tensor for name, tensor in (("loss", loss), *vars(scale).items()) if tensor is not None}
         on_host = _to_host([*(look.measurement.squares for look in looks), *scalars.values()])
         values = dict(zip(scalars, map(float, on_host[len(looks) :]), strict=True))
-        seen, findings = self._norms(looks, on_host, values)
+        seen, findings = self._norms(looks, on_host[: len(looks)], values)
         self.forget()
         return Statistics(
             norms=seen[0] if len(seen) == 1 else torch.maximum(seen[0], seen[1]),  # NaN wins
@@ -110,7 +110,7 @@ class GradientWindow:
         Clipping by a non-finite norm spoils every layer, so that a look at what it left would say nothing.
         """
         seen = []
-        for look, squares_of_look in zip(looks, squares, strict=False):
+        for look, squares_of_look in zip(looks, squares, strict=True):
             factor = values.get(look.carries) or 1.0  # a scale that has fallen to zero has left nothing to unscale
             findings = self._examine(squares_of_look) if look.findings is None else look.findings
             norms = squares_of_look.sqrt()

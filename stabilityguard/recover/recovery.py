@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from stabilityguard.config import SnapshotPolicy
+from stabilityguard.detect.detector import State
 from stabilityguard.recover.buffers import BufferKeeper, owned_buffers
 from stabilityguard.recover.snapshots import Snapshot, SnapshotRing
 from stabilityguard.recover.state import Stateful, TrainingState
@@ -42,7 +42,8 @@ class Recovery:
         self._ring = SnapshotRing(policy) if policy else None
         self._buffers: BufferKeeper | None = None
         self._parameters = parameters
-        self._handed_over: list[int] | None = None
+        self._versions_at_begin: list[int] | None = None
+        self._since_snapshot = 0
 
     @property
     def has_target(self) -> bool:
@@ -50,27 +51,30 @@ class Recovery:
         return self._ring is not None and self._ring.target() is not None
 
     @property
-    def was_overtaken(self) -> bool:
+    def was_rewritten(self) -> bool:
         """Whether parameters were written to between ``begin()`` and now, with no step applied in between."""
-        return self._handed_over is not None and self._handed_over != self._versions()
+        return self._versions_at_begin is not None and self._versions_at_begin != self._versions()
 
-    def begin(self, step: int, memory: Any) -> None:
+    def begin(self, step: int, memory: State) -> None:
         """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up."""
-        self._handed_over = self._versions()
+        self._versions_at_begin = self._versions()
+        self._since_snapshot = 0
         self._buffers = BufferKeeper(self._slots)
         if self._ring is not None:
             self._ring.clear()
             self._ring.take(step, self._state.tensors(), self._state.small(), memory, proven=True)
 
-    def applied(self, step: int, memory: Any) -> None:
+    def applied(self, step: int, memory: State) -> None:
         """Takes note that ``step`` was healthy and its update was made; copies what is due."""
         assert self._buffers is not None
-        self._handed_over = None
+        self._versions_at_begin = None
         self._buffers.refresh()
+        self._since_snapshot += 1
         if self._ring is not None:
             self._ring.count_healthy_step()
-            if step - self._ring.newest_step >= self._ring.policy.every:
+            if self._since_snapshot >= self._ring.policy.every and self._ring.has_room:
                 self._ring.take(step, self._state.tensors(), self._state.small(), memory)
+                self._since_snapshot = 0
 
     def remember(self) -> Callable[[], None]:
         """Copies the present state; the function returned puts it back."""
@@ -79,7 +83,7 @@ class Recovery:
 
         def put_back() -> None:
             self._state.restore(tensors, small)
-            self._own_writes()
+            self._adopt_present()
 
         return put_back
 
@@ -97,15 +101,16 @@ class Recovery:
         assert snapshot is not None
         self._state.restore(snapshot.tensors, snapshot.small)
         snapshot.restored = True
+        self._since_snapshot = 0
         self._ring.drop_newer_than(snapshot.step)
         self._buffers.copy()
-        self._own_writes()
+        self._adopt_present()
         return snapshot
 
-    def _own_writes(self) -> None:
+    def _adopt_present(self) -> None:
         """Takes the present parameters for the ones handed over, if none was updated since: these writes are ours."""
-        if self._handed_over is not None:
-            self._handed_over = self._versions()
+        if self._versions_at_begin is not None:
+            self._versions_at_begin = self._versions()
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]

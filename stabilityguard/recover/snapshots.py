@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stabilityguard.config import SnapshotPolicy
+from stabilityguard.detect.detector import State
 from stabilityguard.recover.state import Place, SmallState
 
 
@@ -20,7 +20,7 @@ class Snapshot:
     step: int
     tensors: dict[Place, Tensor]
     small: SmallState
-    memory: Any
+    memory: State
     """The detector's memory at that step."""
 
     healthy_since: int = 0
@@ -39,21 +39,20 @@ class SnapshotRing:
         self._spare: list[dict[Place, Tensor]] = []
 
     @property
-    def newest_step(self) -> int:
-        """The step of the newest snapshot, -1 if there is none."""
-        return self._snapshots[-1].step if self._snapshots else -1
+    def has_room(self) -> bool:
+        """Whether one more can be taken: not while the slots hold the only target and the only one on its way."""
+        return len(self._snapshots) < self.policy.keep or self._dispensable() is not None
 
     def take(
-        self, step: int, live: Mapping[Place, Tensor], small: SmallState, memory: Any, *, proven: bool = False
+        self, step: int, live: Mapping[Place, Tensor], small: SmallState, memory: State, *, proven: bool = False
     ) -> None:
         """Copies the ``live`` tensors to host memory and waits for the copies. A ``proven`` one is a target at once.
 
-        Does nothing while every slot is held by the only target or by the only snapshot on its way to become one.
+        Needs ``has_room``.
         """
         if len(self._snapshots) >= self.policy.keep:
             dispensable = self._dispensable()
-            if dispensable is None:
-                return
+            assert dispensable is not None
             self._release(dispensable)
         storage = self._spare.pop() if self._spare else {}
         tensors = {place: _storage_for(tensor, storage.get(place)) for place, tensor in live.items()}

@@ -20,6 +20,8 @@ WIDEST = 116
 
 _ASCII = str.maketrans(dict.fromkeys("╔╗╚╝╠╣", "+") | {"═": "=", "║": "|", "⚠": "!", "—": "-", "…": "~", "→": ">"})
 
+_NO_LAYER = {"scaler_overflow": "(seen by the GradScaler alone)"}
+
 _TITLES = {"spike": "SPIKE", "nan": "NAN", "inf": "INF", "overflow": "OVERFLOW", "scaler_overflow": "OVERFLOW"}
 
 
@@ -81,7 +83,7 @@ def alert_title(record: StepRecord) -> str:
 def alert_lines(report: SpikeReport) -> list[str]:
     """The box's body."""
     record = report.record
-    lines = [f"Trigger layer  : {record.trigger_layer or '(the loss; every gradient is finite)'}"]
+    lines = [f"Trigger layer  : {record.trigger_layer or _NO_LAYER.get(record.kind or '', '(the loss)')}"]
     if record.trigger_layer is not None:
         trigger = report.details["trigger"]
         lines.append(f"Grad norm      : {number(float(trigger['norm']))}  ({'; '.join(_expectation(trigger))})")

@@ -63,10 +63,10 @@ class StepRecord:
     float32), ``"scaler_overflow"`` (the GradScaler's business) or ``"veto"``; None for a healthy step."""
 
     trigger_layer: str | None = None
-    """The layer that tripped; None for a healthy step, or when only the loss is non-finite."""
+    """The layer to blame; None for a healthy step, a veto, or where only the loss is not finite."""
 
     ratio: float | None = None
-    """Norm over baseline of the trigger layer; in a healthy step the largest over all judged layers."""
+    """Norm over baseline of the trigger layer; in a healthy step the largest over all layers with a baseline."""
 
     global_norm: float
     """L2 norm over all layers of this optimizer, before any clipping."""

@@ -21,9 +21,6 @@ SCHEMA_VERSION = 1
 TRAJECTORY = 64
 """Steps whose norms a report shows, the trip included."""
 
-TRACED_LAYERS = 8
-"""Layers whose norms a report shows over those steps, the trigger first."""
-
 KINDS = ("nan", "inf", "overflow", "spike")
 
 
@@ -66,7 +63,7 @@ def describe_spike(
         "streak": {"began_at_step": began[0].step, "trips": len(began)},
         "loss": plain(record.loss),
         "global_norm": plain(record.global_norm),
-        "trajectory": _trajectory(steps, [names[i] for i in tripped][:TRACED_LAYERS] or _worst(record)),
+        "trajectory": _trajectory(steps, [names[i] for i in tripped][:DETAILED_LAYERS] or _worst(record)),
         "optimizer": {"class": type(optimizer).__name__, "param_groups": _hyperparameters(optimizer)},
         "environment": environment(),
         **context,
