@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilityguard.closures import scalar_loss
 from stabilityguard.config import GuardConfig
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.ema import EmaDetector
 from stabilityguard.errors import ConfigurationError
+from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.report.sinks import Sink
 
 

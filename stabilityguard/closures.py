@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
+from stabilityguard.errors import StabilityGuardError
 from stabilityguard.guard import BadEvaluation, Guard
+from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 
 
@@ -41,6 +42,24 @@ class GuardedClosure:
             raise BadEvaluation(statistics)
         return value
 
+    def run(self, base: Optimizer) -> Any:
+        """Lets ``base`` take its step with this closure.
+
+        Raises:
+            BadEvaluation: a further evaluation is not finite; the state from before the step is back in place.
+            StabilityGuardError: the same, but the optimizer did not look as if it evaluated more than once, so that no
+                copy of the state was made.
+        """
+        if evaluates_repeatedly(base):
+            return self._guard.attempt(lambda: base.step(self))
+        try:
+            return base.step(self)
+        except BadEvaluation as fault:
+            raise StabilityGuardError(
+                f"{type(base).__name__} evaluated its closure again and got non-finite gradients after it had moved "
+                "parameters, which cannot be undone; give its step() a closure without default to say so"
+            ) from fault
+
     def _evaluate(self) -> Any:
         with torch.enable_grad():
             return self._closure()
@@ -64,10 +83,3 @@ def evaluates_repeatedly(optimizer: Optimizer) -> bool:
 def climbs_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes two steps for each (SAM): it may want gradients before its ``step(closure)``."""
     return hasattr(optimizer, "first_step")
-
-
-def scalar_loss(value: object) -> Tensor | None:
-    """``value`` as a detached 0-dim tensor where it is a number or a one-element tensor, else None."""
-    if isinstance(value, Tensor):
-        return value.detach().reshape(()) if value.numel() == 1 and not value.is_complex() else None
-    return torch.tensor(float(value)) if isinstance(value, (int, float)) else None

@@ -12,18 +12,19 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabilityguard.case import Case, make_error, make_record
 from stabilityguard.config import GuardConfig
-from stabilityguard.detect.detector import Detector, State, Verdict, realign
-from stabilityguard.detect.diagnosis import Fault, diagnose
+from stabilityguard.detect.detector import Detector, State, realign
+from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
-from stabilityguard.errors import GradientSpikeError, StabilityGuardError
+from stabilityguard.errors import StabilityGuardError
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
 from stabilityguard.measure.window import GradientWindow, LossScale
-from stabilityguard.recover.breaker import Breaker, BreakerState, Decision
+from stabilityguard.recover.breaker import Breaker, BreakerState
 from stabilityguard.recover.recovery import BufferTraces, Recovery
 from stabilityguard.recover.state import Stateful
-from stabilityguard.report.records import LayerReadings, SpikeReport, StepRecord
+from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import Publisher
 from stabilityguard.report.spike import TRAJECTORY, describe_spike, tripped_layers
 
@@ -39,18 +40,6 @@ class BadEvaluation(Exception):
     def __init__(self, statistics: Statistics) -> None:
         super().__init__("a closure's gradients are not finite")
         self.statistics = statistics
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One step, judged."""
-
-    step: int
-    statistics: Statistics
-    verdict: Verdict
-    fault: Fault | None
-    decision: Decision
-    lr: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +81,10 @@ class Guard:
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
         self._breaker_state = BreakerState()
         self._veto: str | None = None
-        LayerTable.of(model, _parameters(optimizer))  # refuses the wrong model before any hook is set
+        table = LayerTable.of(model, _parameters(optimizer))  # refuses the wrong model before any hook is set
         self._forward = ForwardObserver(model)
-        self.window, self._recovery = self._survey()
-        self._memory = detector.initial(len(self.window.table.names))
+        self._memory = detector.initial(len(table.names))
+        self._watch(table)
 
     # The path of one step ---------------------------------------------------------------------------------------
 
@@ -133,28 +122,29 @@ class Guard:
     def _settle(self, statistics: Statistics, update: Callable[[Statistics], T]) -> T | None:
         case = self._judge(statistics)
         outcome = self._act(case, update)
-        record = self._record(case, outcome)
+        record = make_record(case, self.window.table.places, restored_step=outcome.restored_step)
         report = self._report(case, outcome, record) if case.decision.is_trip else None
-        self._close_step(record)
-        if record.action == "raise":
-            raise _error(record, report)
+        self._finish(record)
+        if report is not None and record.action == "raise":
+            raise make_error(report)
         return outcome.result
 
     def _judge(self, statistics: Statistics) -> Case:
         verdict = self._detector.judge(self._memory, statistics.norms)
-        fault = diagnose(statistics, verdict, vetoed=self._veto is not None)
+        diagnosis = diagnose(statistics, verdict, vetoed=self._veto is not None)
         decision = self._breaker.decide(
             self._breaker_state,
             step=self.steps + 1,
-            kind=fault.kind if fault else None,
+            kind=diagnosis.kind if diagnosis else None,
             has_target=self._recovery.has_target,
         )
         return Case(
             step=self.steps + 1,
             statistics=statistics,
             verdict=verdict,
-            fault=fault,
+            diagnosis=diagnosis,
             decision=decision,
+            reason=f"veto: {self._veto}" if diagnosis and diagnosis.kind == "veto" else decision.reason,
             lr=_learning_rate(self._optimizer),
         )
 
@@ -183,39 +173,12 @@ class Guard:
 
     # What is told of it -----------------------------------------------------------------------------------------
 
-    def _record(self, case: Case, outcome: Outcome[Any]) -> StepRecord:
-        fault, statistics = case.fault, case.statistics
-        blamed = fault.layer if fault else None
-        return StepRecord(
-            step=case.step,
-            action=case.decision.action,
-            kind=fault.kind if fault else None,
-            trigger_layer=None if blamed is None else self.window.table.names[blamed],
-            ratio=_largest(case.verdict.ratios) if blamed is None else _known(float(case.verdict.ratios[blamed])),
-            global_norm=statistics.global_norm,
-            loss=statistics.loss,
-            rank_losses=(statistics.loss,),
-            bad_ranks=(0,) if fault else (),
-            restored_step=outcome.restored_step,
-            lr=case.lr,
-            layers=LayerReadings(
-                places=self.window.table.places,
-                norms=statistics.norms,
-                baselines=case.verdict.baselines,
-                ratios=case.verdict.ratios,
-                present=statistics.present,
-                nan=tuple(i for i, f in statistics.findings.items() if f.kind == "nan"),
-                inf=tuple(i for i, f in statistics.findings.items() if f.kind == "inf"),
-            ),
-        )
-
     def _report(self, case: Case, outcome: Outcome[Any], record: StepRecord) -> SpikeReport:
         findings = case.statistics.findings
         details = describe_spike(
             record,
             tripped=tripped_layers(record, findings, case.verdict.spikes.nonzero().flatten().tolist()),
             findings=findings,
-            reason=case.decision.reason,
             history=list(self.records),
             optimizer=self._optimizer,
             context={
@@ -225,12 +188,12 @@ class Guard:
                 "config": asdict(self.config),
             },
         )
-        report = SpikeReport(record=record, reason=case.decision.reason, details=details)
+        report = SpikeReport(record=record, details=details)
         self.reports.append(report)
         self._publisher.report(report)
         return report
 
-    def _close_step(self, record: StepRecord) -> None:
+    def _finish(self, record: StepRecord) -> None:
         self._veto = None
         self._forward.forget_batches()
         self.records.append(record)
@@ -253,11 +216,10 @@ class Guard:
 
     def _survey_again(self) -> None:
         """Looks anew at which parameters there are; layers keep their history, snapshots are given up."""
-        old = self.window.table.names
+        old, table = self.window.table.names, LayerTable.of(self._model, _parameters(self._optimizer))
         self.window.close()
-        self.window, self._recovery = self._survey()
-        new = self.window.table.names
-        self._memory = realign(self._memory, old, self._detector.initial(len(new)), new)
+        self._memory = realign(self._memory, old, self._detector.initial(len(table.names)), table.names)
+        self._watch(table)
 
     def close(self) -> None:
         """Removes every hook and closes the sinks."""
@@ -275,7 +237,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over such a state, layer by name; with None, an unguarded run's, the memory stays. The coming step starts here."""
+        """Takes over such a state, layer by name; the memory stays with None, which is what an unguarded run has."""
         if state is not None:
             fresh = self._detector.initial(len(self.window.table.names))
             self.steps = int(state["steps"])
@@ -286,35 +248,19 @@ class Guard:
         self._forward.call_before_next(self._begin)
         self._begun = False
 
-    def _survey(self) -> tuple[GradientWindow, Recovery]:
-        parameters = _parameters(self._optimizer)
-        self._parameters = parameters
-        window = GradientWindow(LayerTable.of(self._model, parameters), self._forward.backward_ended)
+    def _watch(self, table: LayerTable) -> None:
+        """Starts to measure the parameters of ``table``, and to keep ways back for them."""
+        self._parameters = _parameters(self._optimizer)
+        self.window = GradientWindow(table, self._forward.backward_ended)
+        self._recovery = Recovery(self._model, self._parameters, self._optimizer, self._tracked, self.config.snapshots)
         self._begun = False
         self._forward.call_before_next(self._begin)
-        return window, Recovery(self._model, parameters, self._optimizer, self._tracked, self.config.snapshots)
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""
         if not self._begun or self._recovery.was_rewritten:
             self._begun = True
             self._recovery.begin(self.steps, self._memory)
-
-
-def _error(record: StepRecord, report: SpikeReport | None) -> GradientSpikeError:
-    assert report is not None
-    trigger = report.details["trigger"] or {}
-    where = f" in layer {record.trigger_layer}" if record.trigger_layer else ""
-    return GradientSpikeError(
-        f"{record.kind} at step {record.step}{where}, loss {record.loss}: {report.reason}; report: {report.path or 'not written'}",
-        step=record.step,
-        kind=str(record.kind),
-        layer=record.trigger_layer,
-        norm=None if not trigger else float(trigger["norm"]),
-        baseline=trigger.get("baseline"),
-        ratio=record.ratio if trigger else None,
-        report_path=report.path,
-    )
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -331,12 +277,3 @@ def _same(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> bool:
 def _learning_rate(optimizer: Optimizer) -> float | None:
     lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     return None if lr is None else float(lr)
-
-
-def _known(value: float) -> float | None:
-    return value if value == value else None
-
-
-def _largest(ratios: Tensor) -> float | None:
-    largest = float(ratios.nan_to_num(nan=0.0).max()) if ratios.numel() else 0.0
-    return largest or None

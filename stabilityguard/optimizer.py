@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabilityguard.arguments import as_loss, check_optimizer_and_model, check_scaler_and_sinks, make_detector
-from stabilityguard.closures import GuardedClosure, climbs_first, evaluates_repeatedly, scalar_loss
+from stabilityguard.closures import GuardedClosure, climbs_first
 from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
-from stabilityguard.errors import StabilityGuardError
-from stabilityguard.guard import BadEvaluation, Guard
+from stabilityguard.guard import Guard
+from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 from stabilityguard.recover.state import check_tracked
 from stabilityguard.report.console import Console
@@ -99,36 +99,22 @@ class GuardedOptimizer(Optimizer):
             snapshots=snapshots,
             budget=Budget() if budget is None else budget,
         )
-        self._assemble(base_optimizer, model, config, detector, scaler, track, sinks)
+        parts = {"model": model, "config": config, "detector": detector, "scaler": scaler, "track": track}
+        self._assemble(base_optimizer, parts, sinks)
 
-    def _assemble(
-        self,
-        base: Optimizer,
-        model: nn.Module,
-        config: GuardConfig,
-        detector: str | Detector,
-        scaler: Any | None,
-        track: Mapping[str, Any] | None,
-        sinks: Sequence[Sink],
-    ) -> None:
+    def _assemble(self, base: Optimizer, parts: dict[str, Any], sinks: Sequence[Sink]) -> None:
+        """Sets everything up from what copies and pickles carry, and the sinks, which they do not."""
+        config, scaler = parts["config"], parts["scaler"]
         check_scaler_and_sinks(scaler, sinks)
-        tracked = check_tracked(track)
+        tracked = check_tracked(parts["track"])
         if scaler is not None and scaler not in tracked.values():
             tracked["scaler"] = scaler
         console = [Console(config.log_every)] if config.verbose else []
-        self.base_optimizer = base
-        self._parts = {"model": model, "config": config, "detector": detector, "scaler": scaler, "track": track}
+        publisher = Publisher([Journal(config.log_dir), *console, *sinks])
+        self._guard = Guard(parts["model"], base, config, make_detector(parts["detector"], config), tracked, publisher)
+        self.base_optimizer, self._parts = base, parts
         self._scaling = LossScaling(scaler)
-        self._guard = Guard(
-            model,
-            base,
-            config,
-            make_detector(detector, config),
-            tracked,
-            Publisher([Journal(config.log_dir), *console, *sinks]),
-        )
         self._closed = False
-        self._advised = False
         if climbs_first(base):
             log.warning("%s.first_step() and second_step() are not guarded; use step(closure)", type(base).__name__)
 
@@ -153,11 +139,11 @@ class GuardedOptimizer(Optimizer):
         scale = self._scaling.read(self)
         if self._closed or self._only_creates_state(closure):
             return self._pass_through(closure, scale)
-        self._scaling.check(self._guard.window.reader, scale, self.base_optimizer)
+        self._scaling.refuse_float16(self._guard.window.reader, scale, self.base_optimizer)
         evaluations = None if closure is None else self._evaluations(closure, scale)
         if loss is None and evaluations is not None:
             loss = scalar_loss(evaluations.first)
-        self._advise(scale)
+        self._scaling.advise(scale)
         result = self._guard.step(
             lambda statistics: self._update(statistics, evaluations, scale), loss=as_loss(loss), scale=scale
         )
@@ -170,22 +156,11 @@ class GuardedOptimizer(Optimizer):
         return GuardedClosure(closure, self._guard, scale, evaluate=not gradients_are_there)
 
     def _update(self, statistics: Statistics, evaluations: GuardedClosure | None, scale: LossScale) -> Any:
-        reader = self._guard.window.reader
+        reader, limit = self._guard.window.reader, self._guard.config.max_grad_norm
         self._scaling.unscale(reader, scale)
-        limit = self._guard.config.max_grad_norm
-        if limit is not None and statistics.norm_at_step > limit:
-            reader.scale_(limit / (statistics.norm_at_step + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
-        if evaluations is None:
-            return self.base_optimizer.step()
-        if evaluates_repeatedly(self.base_optimizer):
-            return self._guard.attempt(lambda: self.base_optimizer.step(evaluations))
-        try:
-            return self.base_optimizer.step(evaluations)
-        except BadEvaluation as fault:
-            raise StabilityGuardError(
-                f"{type(self.base_optimizer).__name__} evaluated its closure again and got non-finite gradients after "
-                "it had moved parameters, which cannot be undone; give its step() a closure without default to say so"
-            ) from fault
+        if limit is not None:
+            reader.clip_(limit, statistics.norm_at_step)
+        return self.base_optimizer.step() if evaluations is None else evaluations.run(self.base_optimizer)
 
     def _after_step(self) -> None:
         record = self._guard.records[-1]
@@ -198,7 +173,7 @@ class GuardedOptimizer(Optimizer):
     def _pass_through(self, closure: Callable[[], Any] | None, scale: LossScale) -> Any:
         if has_overflowed(scale):
             return None
-        self._scaling.check(self._guard.window.reader, scale, self.base_optimizer)
+        self._scaling.refuse_float16(self._guard.window.reader, scale, self.base_optimizer)
         self._scaling.unscale(self._guard.window.reader, scale)
         return self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
 
@@ -209,11 +184,6 @@ class GuardedOptimizer(Optimizer):
         if closure is not None or self.base_optimizer.state or self._guard.window.measured:
             return False
         return all(p.grad is None or not p.grad.any() for group in self.param_groups for p in group["params"])
-
-    def _advise(self, scale: LossScale) -> None:
-        if not self._advised and scale.unscaled_unseen:
-            self._advised = True
-            log.warning("gradient norms include the loss scale after unscale_(); pass scaler= to GuardedOptimizer")
 
     # What the guard knows ---------------------------------------------------------------------------------------
 
@@ -299,14 +269,5 @@ class GuardedOptimizer(Optimizer):
         return {"base_optimizer": self.base_optimizer, "parts": self._parts, "guard": self._guard.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        parts = state["parts"]
-        self._assemble(
-            state["base_optimizer"],
-            parts["model"],
-            parts["config"],
-            parts["detector"],
-            parts["scaler"],
-            parts["track"],
-            (),
-        )
+        self._assemble(state["base_optimizer"], state["parts"], ())
         self._guard.load_state_dict(state["guard"])

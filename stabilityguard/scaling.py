@@ -6,6 +6,7 @@ otherwise a guard, and every other rank with it, would not learn of the overflow
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 
 from stabilityguard.measure.gradients import GradientReader
 from stabilityguard.measure.window import LossScale
+
+log = logging.getLogger("stabilityguard")
 
 
 class LossScaling:
@@ -24,6 +27,7 @@ class LossScaling:
 
     def __init__(self, scaler: Any | None) -> None:
         self._scaler = scaler
+        self._advised = False
 
     def read(self, guarded: Optimizer) -> LossScale:
         """The scale of the present gradients. Neither a collective nor a wait for the device."""
@@ -33,8 +37,8 @@ class LossScaling:
             at_backward = self._scaler._scale
         return LossScale(at_backward=at_backward, at_step=at_step, found_inf=found_inf)
 
-    def check(self, reader: GradientReader, scale: LossScale, base: Optimizer) -> None:
-        """Says what the scaler would have said, had it unscaled for the base optimizer itself.
+    def refuse_float16(self, reader: GradientReader, scale: LossScale, base: Optimizer) -> None:
+        """Refuses what the scaler itself refuses when it unscales for an optimizer.
 
         Raises:
             ValueError: a gradient is float16, and the optimizer does not declare that it takes scaled gradients.
@@ -42,6 +46,12 @@ class LossScaling:
         takes_scaled = scale.at_step is None or getattr(base, "_step_supports_amp_scaling", False)
         if not takes_scaled and torch.float16 in reader.dtypes():
             raise ValueError("Attempting to unscale FP16 gradients.")
+
+    def advise(self, scale: LossScale) -> None:
+        """Warns once where norms from before ``unscale_`` cannot be reported unscaled."""
+        if scale.unscaled_unseen and not self._advised:
+            self._advised = True
+            log.warning("gradient norms include the loss scale after unscale_(); pass scaler= to GuardedOptimizer")
 
     def unscale(self, reader: GradientReader, scale: LossScale) -> None:
         """Divides the gradients by the scale that they still carry."""

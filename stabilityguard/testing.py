@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.measure.layers import named_layers
-from stabilityguard.measure.loss import find_loss
+from stabilityguard.measure.loss import find_loss, replace_loss
 
 FaultKind = Literal["spike", "nan", "inf", "inf_loss"]
 
@@ -134,17 +134,10 @@ def _spoil_(gradient: Tensor, fault: Fault) -> None:
 
 
 def _with_infinite_loss(output: Any) -> Any:
-    if find_loss(output) is None:
+    loss = find_loss(output)
+    if loss is None:
         raise ConfigurationError("inf_loss needs a model that returns its loss: a scalar, .loss, ['loss'] or a tuple")
-    if isinstance(output, Tensor):
-        return output * math.inf
-    if isinstance(output, Mapping) and "loss" in output:
-        output["loss"] = output["loss"] * math.inf  # type: ignore[index]
-        return output
-    if isinstance(output, (tuple, list)):
-        return type(output)([output[0] * math.inf, *output[1:]])
-    output.loss = output.loss * math.inf
-    return output
+    return replace_loss(output, loss * math.inf)
 
 
 def _rank() -> int:

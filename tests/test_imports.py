@@ -20,7 +20,7 @@ RANKS = [
     {"stabilityguard.detect", "stabilityguard.recover.breaker"},
     {"stabilityguard.measure"},
     {"stabilityguard.recover", "stabilityguard.report"},
-    {"stabilityguard.guard"},
+    {"stabilityguard.case", "stabilityguard.guard"},
     {
         "stabilityguard.closures",
         "stabilityguard.arguments",

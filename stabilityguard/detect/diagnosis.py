@@ -12,7 +12,7 @@ from stabilityguard.detect.statistics import Statistics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class Diagnosis:
     """Why a step must not simply be applied."""
 
     kind: str
@@ -22,7 +22,7 @@ class Fault:
     """Index of the trigger layer; None where no layer is to blame."""
 
 
-def diagnose(statistics: Statistics, verdict: Verdict, *, vetoed: bool) -> Fault | None:
+def diagnose(statistics: Statistics, verdict: Verdict, *, vetoed: bool) -> Diagnosis | None:
     """The gravest fault of a step, None if it is healthy.
 
     Among non-finite layers the one nearest the loss is to blame: backward carried the fault on to the others. Among
@@ -33,12 +33,12 @@ def diagnose(statistics: Statistics, verdict: Verdict, *, vetoed: bool) -> Fault
     first = next(iter(statistics.findings), None)
     kind = None if first is None else statistics.findings[first].kind
     if statistics.scaled and not bad_loss and (kind in ("nan", "inf") or (kind is None and statistics.overflowed)):
-        return Fault(kind="scaler_overflow", layer=first)
+        return Diagnosis(kind="scaler_overflow", layer=first)
     if kind is not None:
-        return Fault(kind=kind, layer=first)
+        return Diagnosis(kind=kind, layer=first)
     if bad_loss:
-        return Fault(kind="nan" if statistics.loss != statistics.loss else "inf")
+        return Diagnosis(kind="nan" if statistics.loss != statistics.loss else "inf")
     if bool(verdict.spikes.any()):
         ratios = torch.where(verdict.spikes, verdict.ratios, 0.0)
-        return Fault(kind="spike", layer=int(ratios.argmax()))
-    return Fault(kind="veto") if vetoed else None
+        return Diagnosis(kind="spike", layer=int(ratios.argmax()))
+    return Diagnosis(kind="veto") if vetoed else None

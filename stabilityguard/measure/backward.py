@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
+from stabilityguard.measure.hooks import Hooks
 from stabilityguard.measure.layers import LayerTable
 
 
@@ -27,8 +27,8 @@ class EndOfBackward:
     def __init__(self, table: LayerTable, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._pass = _Pass(weakref.ref(self))
-        self._handles = _attach(table, self._pass)
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        self._hooks = Hooks(self)
+        self._attach(table)
 
     @property
     def fired(self) -> list[int]:
@@ -41,7 +41,15 @@ class EndOfBackward:
 
     def close(self) -> None:
         """Removes every hook."""
-        _remove(self._handles)
+        self._hooks.close()
+
+    def _attach(self, table: LayerTable) -> None:
+        hooked = set()
+        for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
+            if parameter.requires_grad and not (layer in hooked and layer in table.uniform):
+                hooked.add(layer)
+                hook = _hook(self._pass, layer)
+                self._hooks.add(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
 class _Pass:
@@ -63,16 +71,6 @@ class _Pass:
             trigger._on_end()
 
 
-def _attach(table: LayerTable, under_way: _Pass) -> list[RemovableHandle]:
-    handles, hooked = [], set()
-    for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
-        if parameter.requires_grad and not (layer in hooked and layer in table.uniform):
-            hooked.add(layer)
-            hook = _hook(under_way, layer)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-    return handles
-
-
 def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:
     current_graph_task, fired = torch._C._current_graph_task_id, under_way.fired
 
@@ -88,9 +86,3 @@ def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:
 
 def _queue(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from stabilityguard.measure.batch import describe_batch
+from stabilityguard.measure.hooks import Hooks
 from stabilityguard.measure.loss import LossMeter, find_loss
 
 HELD_BATCHES = 8
@@ -29,23 +29,22 @@ class ForwardObserver:
         self._losses = LossMeter()
         self._batches: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=HELD_BATCHES)
         self._before_next: Callable[[], None] | None = None
+        self._at_exit, self._at_entry = Hooks(self), Hooks(self)
         hook = _Hook(weakref.ref(self), ForwardObserver._leave)
-        self._handles = [model.register_forward_hook(hook, with_kwargs=True)]
-        self._entry_handles: list[RemovableHandle] = []
-        for handles in (self._handles, self._entry_handles):
-            weakref.finalize(self, _remove, handles).atexit = False
+        self._at_exit.add(model.register_forward_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
         """Removes the hooks."""
-        _remove(self._handles)
-        _remove(self._entry_handles)
+        self._at_exit.close()
+        self._at_entry.close()
 
     def call_before_next(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once, before the next training forward of the model or a part of it touches anything."""
-        _remove(self._entry_handles)
+        self._at_entry.close()
         self._before_next = callback
         hook = _Hook(weakref.ref(self), ForwardObserver._enter)
-        self._entry_handles += [m.register_forward_pre_hook(hook) for m in self._model.modules()]
+        for module in self._model.modules():
+            self._at_entry.add(module.register_forward_pre_hook(hook))
 
     def backward_ended(self) -> None:
         """Counts the losses whose backward pass has just reached the layers of interest."""
@@ -66,7 +65,7 @@ class ForwardObserver:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._before_next is not None and module.training and torch.is_grad_enabled():
             callback, self._before_next = self._before_next, None
-            _remove(self._entry_handles)
+            self._at_entry.close()
             callback()
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -86,12 +85,6 @@ def _loss_hook(meter: weakref.ref[LossMeter], loss: Tensor) -> Callable[[Tensor]
             alive.flows(loss, torch._C._current_graph_task_id())
 
     return hook
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 class _Hook:

@@ -112,6 +112,11 @@ class GradientReader:
         for (device, _), values in self._values_by_kind().items():
             torch._foreach_mul_(values, factor.to(device) if isinstance(factor, Tensor) else factor)
 
+    def clip_(self, limit: float, norm: float) -> None:
+        """Scales the gradients, whose global L2 norm is ``norm``, to ``limit``, as torch's ``clip_grad_norm_`` does."""
+        if norm > limit:
+            self.scale_(limit / (norm + 1e-6))
+
     def _values_by_kind(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         """The gradients' elements, without their graph, to be written to."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

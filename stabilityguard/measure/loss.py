@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +28,29 @@ def _candidates(output: object) -> list[object]:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     first = output[0] if isinstance(output, (tuple, list)) and output else None
     return [output, named, first]
+
+
+def replace_loss(output: Any, loss: Tensor) -> Any:
+    """``output`` with ``loss`` where ``find_loss`` found one; a mutable output is changed in place."""
+    old = find_loss(output)
+    if output is old:
+        return loss
+    if isinstance(output, MutableMapping) and output.get("loss") is old:
+        output["loss"] = loss
+        return output
+    if hasattr(output, "_replace"):  # a named tuple
+        return output._replace(**{output._fields[next(i for i, entry in enumerate(output) if entry is old)]: loss})
+    if isinstance(output, (tuple, list)) and output[0] is old:
+        return type(output)([loss, *output[1:]])
+    output.loss = loss
+    return output
+
+
+def scalar_loss(value: object) -> Tensor | None:
+    """``value`` as a detached 0-dim tensor where it is a number or a one-element tensor, else None."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 and not value.is_complex() else None
+    return torch.tensor(float(value)) if isinstance(value, (int, float)) else None
 
 
 class LossMeter:

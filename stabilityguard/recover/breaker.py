@@ -55,7 +55,12 @@ class Breaker:
             return Decision(action="skip", reason="a veto was cast", state=state, is_trip=False)
         if kind == "scaler_overflow" and state.overflows < SCALER_PATIENCE:
             overflowed = replace(state, overflows=state.overflows + 1)
-            return Decision(action="skip", reason="left to the GradScaler", state=overflowed, is_trip=False)
+            return Decision(
+                action="skip",
+                reason="the gradients overflowed, which is left to the GradScaler",
+                state=overflowed,
+                is_trip=False,
+            )
         return self._trip(replace(state, trips=state.trips + 1), step=step, kind=kind, has_target=has_target)
 
     def _trip(self, state: BreakerState, *, step: int, kind: str, has_target: bool) -> Decision:

@@ -49,8 +49,8 @@ class Console:
         """Counts, and prints what is due."""
         self._skipped += not record.applied
         if record.kind is not None and record.step != self._reported:
-            reason = "was vetoed" if record.kind == "veto" else "overflowed under the GradScaler"
-            self._print([f"stabilityguard | step {record.step} {reason}: optimizer.step() skipped"])
+            reason = _printable(record.reason or "")
+            self._print([f"stabilityguard | step {record.step} | optimizer.step() skipped | {reason}"])
         if self._every and record.step % self._every == 0:
             self._print([self._summary(record)])
 
@@ -83,13 +83,15 @@ def alert_title(record: StepRecord) -> str:
 def alert_lines(report: SpikeReport) -> list[str]:
     """The box's body."""
     record = report.record
-    lines = [f"Trigger layer  : {record.trigger_layer or _NO_LAYER.get(record.kind or '', '(the loss)')}"]
+    lines = [
+        f"Trigger layer  : {record.trigger_layer or _NO_LAYER.get(record.kind or '', '(the loss; every gradient is finite)')}"
+    ]
     if record.trigger_layer is not None:
         trigger = report.details["trigger"]
         lines.append(f"Grad norm      : {number(float(trigger['norm']))}  ({'; '.join(_expectation(trigger))})")
     lines.append(f"Action taken   : {_action(record)}")
     if record.action != "skip":
-        lines.append(f"Reason         : {report.reason}")
+        lines.append(f"Reason         : {record.reason}")
     if record.loss is not None:
         lines.append(f"{'Loss (pre-skip)' if record.action == 'skip' else 'Loss           '}: {number(record.loss, 2)}")
     return lines

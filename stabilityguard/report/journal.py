@@ -136,6 +136,7 @@ def _line(record: StepRecord) -> dict[str, Any]:
         "time": round(time.time(), 3),
         "action": record.action,
         "kind": record.kind,
+        "reason": record.reason,
         "global_norm": record.global_norm,
         "ratio": record.ratio,
         "trigger_layer": record.trigger_layer,

@@ -42,6 +42,12 @@ class LayerReadings:
         """Qualified layer names by index."""
         return list(self.places)
 
+    @property
+    def largest_ratio(self) -> float | None:
+        """The largest ratio over all layers with a baseline; None without any, or if no norm is above zero."""
+        largest = float(self.ratios.nan_to_num(nan=0.0).max()) if self.ratios.numel() else 0.0
+        return largest or None
+
     def select(self, values: Tensor, *, known: Tensor) -> dict[str, float]:
         """The entries of ``values`` at which ``known`` (bool, shape (L,)) holds, by layer name."""
         listed = zip(self.places, values.tolist(), known.tolist(), strict=True)
@@ -61,6 +67,9 @@ class StepRecord:
     kind: str | None = None
     """Why the breaker tripped: ``"spike"``, ``"nan"``, ``"inf"``, ``"overflow"`` (finite elements, norm beyond
     float32), ``"scaler_overflow"`` (the GradScaler's business) or ``"veto"``; None for a healthy step."""
+
+    reason: str | None = None
+    """Why this action was taken; None for a healthy step."""
 
     trigger_layer: str | None = None
     """The layer to blame; None for a healthy step, a veto, or where only the loss is not finite."""
@@ -107,11 +116,10 @@ class StepRecord:
     @property
     def worst_layer(self) -> tuple[str, float] | None:
         """The layer with the largest ratio, and the ratio; None while no layer has a baseline."""
-        ratios = self.layers.ratios.nan_to_num(nan=0.0)
-        if not bool((ratios > 0).any()):
+        largest = self.layers.largest_ratio
+        if largest is None:
             return None
-        index = int(ratios.argmax())
-        return self.layers.names[index], float(ratios[index])
+        return self.layers.names[int(self.layers.ratios.nan_to_num(nan=0.0).argmax())], largest
 
     @property
     def nan_layers(self) -> list[str]:
@@ -131,11 +139,14 @@ class SpikeReport:
     """One trip: the record of its step, and what goes with it."""
 
     record: StepRecord
-    reason: str
-    """Why this action was taken."""
 
     details: dict[str, Any]
     """The report's content, as docs/report.md describes it."""
 
     path: str | None = None
     """Where the JSON was written; None if it could not be."""
+
+    @property
+    def reason(self) -> str:
+        """Why the action was taken."""
+        return self.record.reason or ""

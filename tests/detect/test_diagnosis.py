@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from stabilityguard.detect.detector import Verdict
-from stabilityguard.detect.diagnosis import Fault, diagnose
+from stabilityguard.detect.diagnosis import Diagnosis, diagnose
 from stabilityguard.detect.statistics import Finding, Statistics
 from tests.support import Net, batch, guard
 
@@ -37,65 +37,65 @@ def test_a_healthy_step_has_no_fault():
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "overflow"])
 def test_the_layer_nearest_the_loss_is_blamed_whatever_its_number(kind):
-    assert diagnosis(findings={1: kind, 2: "nan", 0: "inf"}) == Fault(kind=kind, layer=1)
+    assert diagnosis(findings={1: kind, 2: "nan", 0: "inf"}) == Diagnosis(kind=kind, layer=1)
 
 
 def test_the_largest_ratio_among_the_spiking_layers_is_blamed():
-    assert diagnosis(ratios=(11.0, 99.0, 12.0)) == Fault(kind="spike", layer=1)
+    assert diagnosis(ratios=(11.0, 99.0, 12.0)) == Diagnosis(kind="spike", layer=1)
 
 
 def test_a_ratio_that_is_no_number_does_not_hide_a_spike():
-    assert diagnosis(ratios=(NAN, 11.0, 12.0)) == Fault(kind="spike", layer=2)
+    assert diagnosis(ratios=(NAN, 11.0, 12.0)) == Diagnosis(kind="spike", layer=2)
 
 
 def test_a_layer_that_does_not_spike_is_not_blamed():
-    assert diagnosis(ratios=(9.0, 10.0, 10.5)) == Fault(kind="spike", layer=2)
+    assert diagnosis(ratios=(9.0, 10.0, 10.5)) == Diagnosis(kind="spike", layer=2)
 
 
 @pytest.mark.parametrize(("loss", "kind"), [(NAN, "nan"), (INF, "inf"), (-INF, "inf")])
 def test_a_loss_that_is_not_finite_is_a_fault_without_a_layer(loss, kind):
-    assert diagnosis(loss=loss) == Fault(kind=kind, layer=None)
+    assert diagnosis(loss=loss) == Diagnosis(kind=kind, layer=None)
 
 
 def test_bad_gradients_are_graver_than_a_bad_loss_since_they_name_a_layer():
-    assert diagnosis(findings={2: "inf"}, loss=NAN) == Fault(kind="inf", layer=2)
+    assert diagnosis(findings={2: "inf"}, loss=NAN) == Diagnosis(kind="inf", layer=2)
 
 
 def test_a_bad_loss_is_graver_than_a_spike():
-    assert diagnosis(loss=NAN, ratios=(99.0, 1.0, 1.0)) == Fault(kind="nan", layer=None)
+    assert diagnosis(loss=NAN, ratios=(99.0, 1.0, 1.0)) == Diagnosis(kind="nan", layer=None)
 
 
 def test_bad_gradients_are_graver_than_a_spike():
-    assert diagnosis(findings={0: "nan"}, ratios=(NAN, 99.0, 1.0)) == Fault(kind="nan", layer=0)
+    assert diagnosis(findings={0: "nan"}, ratios=(NAN, 99.0, 1.0)) == Diagnosis(kind="nan", layer=0)
 
 
 def test_a_veto_counts_only_where_nothing_else_is_wrong():
-    assert diagnosis(vetoed=True) == Fault(kind="veto")
-    assert diagnosis(vetoed=True, ratios=(99.0, 1.0, 1.0)) == Fault(kind="spike", layer=0)
-    assert diagnosis(vetoed=True, findings={0: "nan"}) == Fault(kind="nan", layer=0)
+    assert diagnosis(vetoed=True) == Diagnosis(kind="veto")
+    assert diagnosis(vetoed=True, ratios=(99.0, 1.0, 1.0)) == Diagnosis(kind="spike", layer=0)
+    assert diagnosis(vetoed=True, findings={0: "nan"}) == Diagnosis(kind="nan", layer=0)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_bad_gradients_of_a_finite_scaled_loss_are_the_scalers_overflow(kind):
-    assert diagnosis(findings={1: kind}, scaled=True, overflowed=True) == Fault(kind="scaler_overflow", layer=1)
-    assert diagnosis(findings={1: kind}, scaled=True, loss=None) == Fault(kind="scaler_overflow", layer=1)
+    assert diagnosis(findings={1: kind}, scaled=True, overflowed=True) == Diagnosis(kind="scaler_overflow", layer=1)
+    assert diagnosis(findings={1: kind}, scaled=True, loss=None) == Diagnosis(kind="scaler_overflow", layer=1)
 
 
 def test_an_overflow_that_only_the_scaler_saw_is_its_business():
-    assert diagnosis(scaled=True, overflowed=True) == Fault(kind="scaler_overflow", layer=None)
+    assert diagnosis(scaled=True, overflowed=True) == Diagnosis(kind="scaler_overflow", layer=None)
 
 
 def test_no_scaler_is_to_blame_for_a_loss_that_was_not_finite_before_scaling():
-    assert diagnosis(findings={1: "nan"}, scaled=True, overflowed=True, loss=NAN) == Fault(kind="nan", layer=1)
-    assert diagnosis(scaled=True, overflowed=True, loss=INF) == Fault(kind="inf", layer=None)
+    assert diagnosis(findings={1: "nan"}, scaled=True, overflowed=True, loss=NAN) == Diagnosis(kind="nan", layer=1)
+    assert diagnosis(scaled=True, overflowed=True, loss=INF) == Diagnosis(kind="inf", layer=None)
 
 
 def test_a_norm_beyond_float32_is_an_overflow_also_under_a_scaler():
-    assert diagnosis(findings={1: "overflow"}, scaled=True) == Fault(kind="overflow", layer=1)
+    assert diagnosis(findings={1: "overflow"}, scaled=True) == Diagnosis(kind="overflow", layer=1)
 
 
 def test_a_spike_under_a_scaler_is_a_spike():
-    assert diagnosis(scaled=True, ratios=(1.0, 1.0, 30.0)) == Fault(kind="spike", layer=2)
+    assert diagnosis(scaled=True, ratios=(1.0, 1.0, 30.0)) == Diagnosis(kind="spike", layer=2)
 
 
 def test_finite_gradients_whose_norm_overflows_are_not_called_nan_or_inf():

@@ -5,6 +5,7 @@ import pty
 import re
 import sys
 import unicodedata
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def report(path="./sg_logs/spike_step847.json", **fields):
         "inf_elements": None,
     }
     return SpikeReport(
-        record=one, reason="a test", details={"trigger": trigger if one.trigger_layer else None}, path=path
+        record=replace(one, reason="a test"), details={"trigger": trigger if one.trigger_layer else None}, path=path
     )
 
 
@@ -394,7 +395,7 @@ def test_a_step_that_the_user_vetoed_is_told_in_a_line_and_counted_as_skipped_bu
     optimizer.veto("a test")
     train(model, optimizer, [2, 3])
     told, summary = capsys.readouterr().out.splitlines()
-    assert told == "stabilityguard | step 2 was vetoed: optimizer.step() skipped"
+    assert told == "stabilityguard | step 2 | optimizer.step() skipped | veto: a test"
     assert summary.endswith("trips 0, skipped 1")
 
 
@@ -407,7 +408,10 @@ def test_an_overflow_left_to_the_scaler_is_told_in_a_line_and_no_box(capsys):
     scaler.step(optimizer)
     scaler.update()
     told = capsys.readouterr().out
-    assert told == "stabilityguard | step 1 overflowed under the GradScaler: optimizer.step() skipped\n"
+    assert (
+        told
+        == "stabilityguard | step 1 | optimizer.step() skipped | the gradients overflowed, which is left to the GradScaler\n"
+    )
 
 
 def test_a_summary_is_one_line_of_printable_characters_whatever_the_name():

@@ -51,7 +51,7 @@ def record(step, **fields):
 
 def report(step, **details):
     return SpikeReport(
-        record=record(step, action="skip", kind="nan"), reason="a test", details={"step": step, **details}
+        record=record(step, action="skip", kind="nan", reason="a test"), details={"step": step, **details}
     )
 
 
