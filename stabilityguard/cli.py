@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 
 from stabilityguard import __version__
@@ -28,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; the demo does without
     from stabilityguard.demo.runs import Settings, demonstrate  # noqa: PLC0415 (--help needs no torch)
 
     saved = demonstrate(Settings(steps=options.steps, seed=options.seed, log_dir=options.log_dir))
@@ -35,7 +37,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _steps(text: str) -> int:
-    steps = int(text)
-    if steps < 50:
-        raise argparse.ArgumentTypeError(f"at least 50 are needed for baselines and three faults, but is {steps}")
-    return steps
+    if not text.isdigit() or int(text) < 50:
+        raise argparse.ArgumentTypeError(f"at least 50 are needed for baselines and three faults, but is {text!r}")
+    return int(text)

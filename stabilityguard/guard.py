@@ -26,7 +26,7 @@ from stabilityguard.recover.recovery import BufferTraces, Recovery
 from stabilityguard.recover.state import Stateful
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import Publisher
-from stabilityguard.report.spike import TRAJECTORY, describe_spike, tripped_layers
+from stabilityguard.report.spike import TRAJECTORY, describe_spike, hyperparameters, tripped_layers
 
 T = TypeVar("T")
 
@@ -81,8 +81,9 @@ class Guard:
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
         self._breaker_state = BreakerState()
         self._veto: str | None = None
+        self._in_step = False
         table = LayerTable.of(model, _parameters(optimizer))  # refuses the wrong model before any hook is set
-        self._forward = ForwardObserver(model)
+        self._forward = ForwardObserver(model, self._forward_begins)
         self._memory = detector.initial(len(table.names))
         self._watch(table)
 
@@ -121,9 +122,10 @@ class Guard:
 
     def _settle(self, statistics: Statistics, update: Callable[[Statistics], T]) -> T | None:
         case = self._judge(statistics)
+        groups = hyperparameters(self._optimizer) if case.decision.is_trip else []  # a rollback changes them
         outcome = self._act(case, update)
         record = make_record(case, self.window.table.places, restored_step=outcome.restored_step)
-        report = self._report(case, outcome, record) if case.decision.is_trip else None
+        report = self._report(case, outcome, record, groups) if case.decision.is_trip else None
         self._finish(record)
         if report is not None and record.action == "raise":
             raise make_error(report)
@@ -173,14 +175,16 @@ class Guard:
 
     # What is told of it -----------------------------------------------------------------------------------------
 
-    def _report(self, case: Case, outcome: Outcome[Any], record: StepRecord) -> SpikeReport:
+    def _report(
+        self, case: Case, outcome: Outcome[Any], record: StepRecord, groups: list[dict[str, Any]]
+    ) -> SpikeReport:
         findings = case.statistics.findings
         details = describe_spike(
             record,
             tripped=tripped_layers(record, findings, case.verdict.spikes.nonzero().flatten().tolist()),
             findings=findings,
             history=list(self.records),
-            optimizer=self._optimizer,
+            optimizer={"class": type(self._optimizer).__name__, "param_groups": groups},
             context={
                 "batches": self._forward.describe_batches(),
                 "buffers": asdict(outcome.buffers),
@@ -195,6 +199,7 @@ class Guard:
 
     def _finish(self, record: StepRecord) -> None:
         self._veto = None
+        self._in_step = False
         self._forward.forget_batches()
         self.records.append(record)
         self._publisher.record(record)
@@ -211,11 +216,12 @@ class Guard:
                 "backward ended with every gradient gone: a hook updates the parameters and clears their gradients "
                 "inside backward, where nothing can stand before the update; call optimizer.step() afterwards instead"
             )
-        if not _same(self._parameters, self._optimizer.param_groups):
-            self._survey_again()
+        self.check_parameters()
 
-    def _survey_again(self) -> None:
-        """Looks anew at which parameters there are; layers keep their history, snapshots are given up."""
+    def check_parameters(self) -> None:
+        """Looks whether the optimizer's parameters are others; layers keep their history, snapshots are given up."""
+        if _same(self._parameters, self._optimizer.param_groups):
+            return
         old, table = self.window.table.names, LayerTable.of(self._model, _parameters(self._optimizer))
         self.window.close()
         self._memory = realign(self._memory, old, self._detector.initial(len(table.names)), table.names)
@@ -255,6 +261,13 @@ class Guard:
         self._recovery = Recovery(self._model, self._parameters, self._optimizer, self._tracked, self.config.snapshots)
         self._begun = False
         self._forward.call_before_next(self._begin)
+
+    def _forward_begins(self) -> None:
+        """What the user did since the last step, to buffers and to what is trained, is taken as it is."""
+        self.window.follow_requires_grad()
+        if self._begun and not self._in_step:
+            self._in_step = True
+            self._recovery.step_begins()
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""

@@ -15,6 +15,7 @@ from stabilityguard.closures import GuardedClosure, climbs_first
 from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
+from stabilityguard.errors import ConfigurationError
 from stabilityguard.guard import Guard
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
@@ -135,7 +136,10 @@ class GuardedOptimizer(Optimizer):
 
         Raises:
             GradientSpikeError: the policy ends in raising.
+            ConfigurationError: ``closure`` cannot be called, or ``loss`` is no scalar.
         """
+        if closure is not None and not callable(closure):
+            raise ConfigurationError(f"step() takes a closure, but got {closure!r}; pass a loss as step(loss=loss)")
         scale = self._scaling.read(self)
         if self._closed or self._only_creates_state(closure):
             return self._pass_through(closure, scale)
@@ -179,9 +183,10 @@ class GuardedOptimizer(Optimizer):
 
     def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
         """Whether this is no training step but torch's way of filling an empty state: zero gradients at zero rate."""
-        if any(float(group.get("lr", 1.0)) != 0.0 for group in self.param_groups):
+        if closure is not None or self.base_optimizer.state:
             return False
-        if closure is not None or self.base_optimizer.state or self._guard.window.measured:
+        rates = [group.get("lr") for group in self.param_groups]
+        if any(rate is None or float(rate) != 0.0 for rate in rates) or self._guard.window.measured:
             return False
         return all(p.grad is None or not p.grad.any() for group in self.param_groups for p in group["params"])
 
@@ -246,6 +251,7 @@ class GuardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer; its layers start without history, and snapshots start anew."""
         self.base_optimizer.add_param_group(param_group)
+        self._guard.check_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's, with the guard's memory under ``"stabilityguard"``."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stabilityguard import GuardedOptimizer
+from stabilityguard import GuardedOptimizer, SpikeReport, StepRecord
+from stabilityguard.report.console import Console
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,12 +30,15 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     model = Model()
     names = {"model": model, "dataloader": [torch.randn(8, 4) for _ in range(60)]}
     names["ema_model"] = torch.optim.swa_utils.AveragedModel(model)
-    first, second = code_blocks()
+    first, second, third = code_blocks()
     exec(first, names)
     assert names["optimizer"].last_record.step == 60
     assert "step 50 |" in capsys.readouterr().out
     names["model"] = None
     exec(second.replace("update_parameters(model)", "update_parameters(ema_model.module)"), names)
+    names["optimizer"].close()
+    names |= {"model": model, "scheduler": torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0)}
+    exec(third, names)
     names["optimizer"].close()
 
 
@@ -43,6 +47,29 @@ def test_the_table_of_parameters_is_the_signature():
     parameters = list(inspect.signature(GuardedOptimizer).parameters.values())[2:]
     assert [name for name, _ in rows] == [parameter.name for parameter in parameters]
     assert [default.replace('"', "'") for _, default in rows] == [repr(parameter.default) for parameter in parameters]
+
+
+def test_the_alert_of_the_readme_is_the_one_that_is_printed(capsys):
+    record = StepRecord(
+        step=847,
+        action="skip",
+        kind="spike",
+        trigger_layer="transformer.h.11.mlp.c_proj",
+        global_norm=850.0,
+        loss=14.71,
+        layers=None,
+    )
+    trigger = {
+        "norm": 847.3,
+        "baseline": 1.2,
+        "ratio": 706.1,
+        "kind": "spike",
+        "nan_elements": None,
+        "inf_elements": None,
+    }
+    path = "./sg_logs/spike_step847.json"
+    Console(50).on_report(SpikeReport(record=record, details={"trigger": trigger}, path=path))
+    assert capsys.readouterr().out in README
 
 
 def test_links_lead_to_files():

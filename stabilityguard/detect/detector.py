@@ -50,9 +50,9 @@ def realign(state: State, old: tuple[str, ...], fresh: State, new: tuple[str, ..
     """
     source = {name: i for i, name in enumerate(old)}
     pairs = [(i, source[name]) for i, name in enumerate(new) if name in source]
-    to, come_from = (torch.tensor(side, dtype=torch.int64) for side in zip(*pairs, strict=True)) if pairs else ((), ())
+    to, come_from = torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(dim=1)
     moved = {key: value.clone() for key, value in fresh.items()}
     for key, value in moved.items():
-        if pairs and key in state and state[key].shape[:-1] == value.shape[:-1]:
+        if key in state and state[key].shape[:-1] == value.shape[:-1]:
             value[..., to] = state[key][..., come_from].to(value.dtype)
     return moved

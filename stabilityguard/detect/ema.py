@@ -35,9 +35,9 @@ class EmaDetector:
     def initial(self, layers: int) -> State:
         """Keys: ``mean`` float64 (L,), ``count`` int64 (L,), ``opening`` float64 (warmup, L), NaN where unfilled."""
         return {
-            "mean": torch.zeros(layers, dtype=torch.float64),
-            "count": torch.zeros(layers, dtype=torch.int64),
-            "opening": torch.full((self.warmup, layers), torch.nan, dtype=torch.float64),
+            "mean": torch.zeros(layers, dtype=torch.float64, device="cpu"),
+            "count": torch.zeros(layers, dtype=torch.int64, device="cpu"),
+            "opening": torch.full((self.warmup, layers), torch.nan, dtype=torch.float64, device="cpu"),
         }
 
     def judge(self, state: State, norms: Tensor) -> Verdict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.autograd import Variable
 
 from stabilityguard.measure.hooks import Hooks
 from stabilityguard.measure.layers import LayerTable
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class EndOfBackward:
@@ -28,7 +31,9 @@ class EndOfBackward:
         self._on_end = on_end
         self._pass = _Pass(weakref.ref(self))
         self._hooks = Hooks(self)
-        self._attach(table)
+        self._table = table
+        self._trainable: list[bool] = []
+        self.follow_requires_grad()
 
     @property
     def fired(self) -> list[int]:
@@ -42,6 +47,14 @@ class EndOfBackward:
     def close(self) -> None:
         """Removes every hook."""
         self._hooks.close()
+
+    def follow_requires_grad(self) -> None:
+        """Sets the hooks anew where parameters were frozen or unfrozen since."""
+        trainable = list(map(_requires_grad, self._table.parameters))
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._hooks.close()
+            self._attach(self._table)
 
     def _attach(self, table: LayerTable) -> None:
         hooked = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,17 +22,22 @@ HELD_BATCHES = 8
 class ForwardObserver:
     """Watches the training forwards of ``model``; evaluation, and what runs inside a compiled graph, is passed over.
 
-    The hooks hold this object weakly, and are inert in copies of the model.
+    ``on_forward`` is called before every training forward of the model itself. The hooks hold this object weakly, and
+    are inert in copies of the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_forward: Callable[[], None] | None = None) -> None:
         self._model = model
+        self._on_forward = on_forward
         self._losses = LossMeter()
         self._batches: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=HELD_BATCHES)
         self._before_next: Callable[[], None] | None = None
         self._at_exit, self._at_entry = Hooks(self), Hooks(self)
-        hook = _Hook(weakref.ref(self), ForwardObserver._leave)
-        self._at_exit.add(model.register_forward_hook(hook, with_kwargs=True))
+        leave, arrive = (
+            _Hook(weakref.ref(self), method) for method in (ForwardObserver._leave, ForwardObserver._arrive)
+        )
+        self._at_exit.add(model.register_forward_hook(leave, with_kwargs=True))
+        self._at_exit.add(model.register_forward_pre_hook(arrive))
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -56,7 +62,11 @@ class ForwardObserver:
 
     def describe_batches(self) -> list[list[dict[str, Any]]]:
         """Shapes and fingerprints of the micro-batches since the last step. Waits for the device."""
-        return [describe_batch(args, kwargs) for args, kwargs in self._batches]
+        described = []
+        for args, kwargs in self._batches:
+            with contextlib.suppress(Exception):  # inputs can be anything, and a trip must be told of all the same
+                described.append(describe_batch(args, kwargs))
+        return described
 
     def forget_batches(self) -> None:
         """Lets go of the inputs of the step that ended."""
@@ -67,6 +77,10 @@ class ForwardObserver:
             callback, self._before_next = self._before_next, None
             self._at_entry.close()
             callback()
+
+    def _arrive(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._on_forward is not None and module.training and torch.is_grad_enabled():
+            self._on_forward()
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -95,7 +109,7 @@ class _Hook:
         self._method = method
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling() or self._observer is None:
+        if self._observer is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         observer = self._observer()
         if observer is not None and self._method is not None:

@@ -137,7 +137,7 @@ class GradientReader:
 
     def _plan_for(self, absent: list[int], values: list[Tensor], *, anew: bool) -> _Plan:
         """How to read ``values``; made anew where the pattern of gradients changes, or their sizes may have."""
-        if anew or self._plan is None or self._plan[0] != absent:
+        if anew or self._plan is None or self._plan[0] != absent or not self._plan[1].fits(values):
             missing = set(absent)
             layers = [layer for i, layer in enumerate(self.table.layer_of) if i not in missing]
             self._plan = absent, _Plan(values, layers, len(self.table.places))
@@ -154,13 +154,18 @@ class _Plan:
         large = {i: v.numel() // ROW for i, v in enumerate(values) if v.numel() > LARGE and v.device.type == "cpu"}
         self._whole = [i for i, v in enumerate(values) if i not in large]
         self._grids = list(large.items())
+        self._sizes = [(i, values[i].numel()) for i in large]
         self._tails = [(i, rows * ROW) for i, rows in large.items() if values[i].numel() % ROW]
         of_pieces = [layers[i] for i in self._whole] + [layers[i] for i, _ in self._tails]
-        of_rows = torch.tensor([layers[i] for i in large], dtype=torch.int64)
-        rows = of_rows.repeat_interleave(torch.tensor(list(large.values()), dtype=torch.int64))
-        self.layer_of_norm = torch.cat([torch.tensor(of_pieces, dtype=torch.int64), rows])
-        self.layers_present = torch.zeros(layer_count, dtype=torch.bool)
-        self.layers_present[torch.tensor(layers, dtype=torch.int64)] = True
+        of_rows = torch.tensor([layers[i] for i in large], dtype=torch.int64, device="cpu")
+        rows = of_rows.repeat_interleave(torch.tensor(list(large.values()), dtype=torch.int64, device="cpu"))
+        self.layer_of_norm = torch.cat([torch.tensor(of_pieces, dtype=torch.int64, device="cpu"), rows])
+        self.layers_present = torch.zeros(layer_count, dtype=torch.bool, device="cpu")
+        self.layers_present[torch.tensor(layers, dtype=torch.int64, device="cpu")] = True
+
+    def fits(self, values: list[Tensor]) -> bool:
+        """Whether the large gradients are as large as they were."""
+        return all(values[i].numel() == size for i, size in self._sizes)
 
     def norms(self, values: list[Tensor]) -> Tensor:
         """float64: the L2 norms of whole gradients, of what rows leave over, and of rows, in this order."""
@@ -206,7 +211,7 @@ def _row_norms(gradient: Tensor, count: int) -> Tensor:
 def _norms(pieces: list[Tensor], order: float = 2.0) -> Tensor:
     """float64, shape (len(pieces),): norms, on the device of the first piece."""
     if not pieces:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     try:
         return torch.stack(torch._foreach_norm(pieces, order, dtype=_accumulator(pieces[0].dtype))).double()
     except RuntimeError:  # mixed devices, or float64 beside others: asking each piece beforehand would cost more

@@ -41,9 +41,11 @@ class LayerTable:
         Parameters that the model does not hold get layers of their own, named by their place in the optimizer.
 
         Raises:
-            ConfigurationError: the model holds none of the parameters.
+            ConfigurationError: the model holds none of the parameters, or some have no shape yet.
         """
         wanted = list(dict.fromkeys(parameters))
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in wanted):
+            raise ConfigurationError("the model has lazy parameters without a shape; run one forward before guarding")
         modules = list(named_layers(model))
         owner = {p: name for name, module in reversed(modules) for p in module._parameters.values() if p is not None}
         if wanted and not any(p in owner for p in wanted):
@@ -55,7 +57,7 @@ class LayerTable:
         order = {name: i for i, (name, _) in enumerate(modules)}
         ordered = sorted(wanted, key=lambda p: order.get(names[p], len(order)))
         places = {name: i for i, name in enumerate(dict.fromkeys(names[p] for p in ordered))}
-        torchs_own = {name for name, module in modules if type(module).__module__.startswith("torch.nn.")}
+        torchs_own = {name for name, module in modules if _uses_all_or_none(module)}
         return cls(
             places,
             tuple(ordered),
@@ -72,6 +74,11 @@ class LayerTable:
         """``layers`` in backward order: as they ``fired`` in the last backward, else by reverse definition."""
         position = {layer: i for i, layer in enumerate(fired)}
         return sorted(layers, key=lambda layer: (position.get(layer, len(fired)), -layer))
+
+
+def _uses_all_or_none(module: nn.Module) -> bool:
+    home = type(module).__module__
+    return home.startswith("torch.nn.") and home != nn.ParameterDict.__module__
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -12,22 +13,34 @@ from torch import Tensor
 def find_loss(output: object) -> Tensor | None:
     """The loss in a training forward's output: a scalar, ``.loss``, ``["loss"]`` or a tuple's first entry.
 
-    Only a real floating-point scalar that requires gradients counts; None if there is none. No wait for the device.
+    Only a floating-point scalar that was computed from parameters counts; None if there is none. Does not wait.
     """
-    for candidate in _candidates(output):
-        if isinstance(candidate, Tensor) and candidate.numel() == 1 and _is_differentiable(candidate):
+    named, unnamed = _candidates(output)
+    for candidate in named:
+        if isinstance(candidate, Tensor) and candidate.numel() == 1 and _is_computed(candidate):
+            return candidate
+    for candidate in unnamed:
+        if (
+            isinstance(candidate, Tensor)
+            and candidate.numel() == 1
+            and candidate.dim() <= 1
+            and _is_computed(candidate)
+        ):
             return candidate
     return None
 
 
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_floating_point()
+def _is_computed(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None and tensor.is_floating_point()
 
 
-def _candidates(output: object) -> list[object]:
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+def _candidates(output: object) -> tuple[list[object], list[object]]:
+    """What is called a loss, and what may be one."""
+    named = None
+    with contextlib.suppress(Exception):  # a property may raise whatever it likes
+        named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     first = output[0] if isinstance(output, (tuple, list)) and output else None
-    return [output, named, first]
+    return [named], [output, first]
 
 
 def replace_loss(output: Any, loss: Tensor) -> Any:
@@ -50,7 +63,7 @@ def scalar_loss(value: object) -> Tensor | None:
     """``value`` as a detached 0-dim tensor where it is a number or a one-element tensor, else None."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 and not value.is_complex() else None
-    return torch.tensor(float(value)) if isinstance(value, (int, float)) else None
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else None
 
 
 class LossMeter:

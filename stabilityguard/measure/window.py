@@ -66,6 +66,10 @@ class GradientWindow:
         """Removes the hooks."""
         self._trigger.close()
 
+    def follow_requires_grad(self) -> None:
+        """Sets the hooks anew where parameters were frozen or unfrozen."""
+        self._trigger.follow_requires_grad()
+
     def forget(self) -> None:
         """Drops what was measured: these gradients will not be stepped on."""
         self._left = None

@@ -24,12 +24,12 @@ class BufferSlot:
     def tensor(self) -> Tensor | None:
         """The present buffer without its graph, None if there is none."""
         buffer = self.module._buffers.get(self.key)
-        return None if buffer is None else buffer.detach()
+        return None if buffer is None or not _is_plain(buffer) else buffer.detach()
 
     def stamp(self) -> Stamp:
         """Marks the present buffer."""
         buffer = self.module._buffers.get(self.key)
-        return (None, 0) if buffer is None else (weakref.ref(buffer), buffer._version)
+        return (None, 0) if buffer is None else (weakref.ref(buffer), _version(buffer))
 
     def is_at(self, stamp: Stamp) -> bool:
         """Whether the marked buffer is still there, and was not written to in a way that shows."""
@@ -37,14 +37,14 @@ class BufferSlot:
         buffer = self.module._buffers.get(self.key)
         if buffer is None or reference is None:
             return buffer is None and reference is None
-        return reference() is buffer and buffer._version == version
+        return reference() is buffer and _version(buffer) == version
 
     def put(self, value: Tensor) -> None:
         """Writes ``value`` into the present buffer, or a copy of it in the buffer's place where they are not alike."""
         present = self.tensor
-        if present is not None and _alike(present, value):
+        if present is not None and _alike(present, value) and not _overlaps(present):
             present.copy_(value)
-        else:
+        elif present is None or not torch.equal(present, value):
             self.module._buffers[self.key] = value.clone()
 
 
@@ -61,7 +61,7 @@ def _owned(module: nn.Module, name: str, inherited: bool, wanted: set[Tensor]) -
     owned = any(parameter in wanted for parameter in below) if below else inherited
     prefix = f"{name}." if name else ""
     for key, buffer in module._buffers.items():
-        if owned and buffer is not None:
+        if owned and buffer is not None and _is_plain(buffer):
             yield prefix + key, BufferSlot(module, key)
     for key, child in module._modules.items():
         if child is not None:
@@ -93,6 +93,11 @@ class BufferKeeper:
         self._copy_live()
         if self._constants is not None:
             self._constants = {name: self._slots[name].stamp() for name in self._constants}
+
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """The copies of the live buffers, by name."""
+        return self._copies
 
     def restore(self) -> tuple[list[str], list[str]]:
         """Puts the copies back. Returns the names restored, and the names touched of which there was no copy."""
@@ -138,6 +143,19 @@ class BufferKeeper:
             if tensor is not None and self._constants is not None:
                 self._copies[name] = tensor.clone()
                 del self._constants[name]
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    """Whether the buffer can be copied and compared: sparse, nested, quantized and meta tensors are left alone."""
+    return buffer.layout == torch.strided and not (buffer.is_nested or buffer.is_quantized or buffer.is_meta)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

@@ -57,12 +57,21 @@ class Recovery:
 
     def begin(self, step: int, memory: State) -> None:
         """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up."""
-        self._versions_at_begin = self._versions()
+        rewritten, self._versions_at_begin = self._versions_at_begin is not None, self._versions()
         self._since_snapshot = 0
-        self._buffers = BufferKeeper(self._slots)
+        live = self._state.tensors()
+        if rewritten and self._buffers is not None:  # in the midst of a step: its forward has written to the buffers
+            live.update({("buffer", name, ""): copy for name, copy in self._buffers.copies.items()})
+        else:
+            self._buffers = BufferKeeper(self._slots)
         if self._ring is not None:
             self._ring.clear()
-            self._ring.take(step, self._state.tensors(), self._state.small(), memory, proven=True)
+            self._ring.take(step, live, self._state.small(), memory, proven=True)
+
+    def step_begins(self) -> None:
+        """Takes the buffers, before a step's first forward, for what a skip of the step goes back to."""
+        if self._buffers is not None and self._versions_at_begin is None:
+            self._buffers.refresh()
 
     def applied(self, step: int, memory: State) -> None:
         """Takes note that ``step`` was healthy and its update was made; copies what is due."""

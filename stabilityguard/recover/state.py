@@ -77,8 +77,8 @@ class TrainingState:
     def small(self) -> SmallState:
         """A copy of everything else."""
         return SmallState(
-            groups=[copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups],
-            optimizer={key: copy.deepcopy(_untensored(entries)) for key, entries in self._optimizer.state.items()},
+            groups=[self._copied({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups],
+            optimizer={key: self._copied(self._without_bulk(key, e)) for key, e in self._optimizer.state.items()},
             tracked={name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._tracked.items()},
             generators=read_generators(),
         )
@@ -102,6 +102,19 @@ class TrainingState:
             target.copy_(source)
         write_generators(small.generators)
 
+    def _copied(self, entries: Any) -> Any:
+        """A deep copy in which parameters stay themselves; what cannot be copied stays, too."""
+        memo = {id(parameter): parameter for parameter in self._parameters}
+        if not isinstance(entries, dict):
+            return copy.deepcopy(entries, memo)
+        return {name: _copy_of(value, memo) for name, value in entries.items()}
+
+    def _without_bulk(self, key: Any, entries: Any) -> Any:
+        """The entries that ``tensors()`` does not give: all of them where the key is no parameter."""
+        if not isinstance(entries, dict) or not any(key is parameter for parameter in self._parameters):
+            return entries
+        return {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
+
     def _entries(self, parameter: nn.Parameter) -> dict[str, Any]:
         entries = self._optimizer.state.get(parameter)
         return entries if isinstance(entries, dict) else {}
@@ -124,14 +137,14 @@ class TrainingState:
 
     def _restore_small(self, small: SmallState) -> None:
         for group, saved in zip(self._optimizer.param_groups, small.groups, strict=True):
-            _restore_group(group, saved)
+            _restore_group(group, self._copied(saved))
         for name, stateful in self._tracked.items():
             stateful.load_state_dict(copy.deepcopy(small.tracked[name]))
         state = self._optimizer.state
         for key in [key for key in state if key not in small.optimizer]:
             del state[key]
         for key, others in small.optimizer.items():
-            state[key] = _with_tensors_of(state.get(key), copy.deepcopy(others))
+            state[key] = _with_tensors_of(state.get(key), self._copied(others))
 
 
 def check_tracked(track: Mapping[str, Any] | None) -> dict[str, Stateful]:
@@ -153,10 +166,13 @@ def check_tracked(track: Mapping[str, Any] | None) -> dict[str, Stateful]:
     return dict(track or {})
 
 
-def _untensored(entries: Any) -> Any:
-    if not isinstance(entries, dict):
-        return entries
-    return {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor) and id(value) not in memo:
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # a lock, a handle: no state that could be rewound
+        return value
 
 
 def _with_tensors_of(live: Any, others: Any) -> Any:
@@ -170,7 +186,9 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
         del group[name]
     for name, value in saved.items():
         live = group.get(name)
+        if live is value:
+            continue
         if isinstance(live, Tensor) and isinstance(value, Tensor):
-            live.copy_(value)  # a learning rate in a tensor is known by its identity to compiled code
+            live.detach().copy_(value)  # a learning rate in a tensor is known by its identity to compiled code
         else:
-            group[name] = copy.deepcopy(value)
+            group[name] = value

@@ -33,6 +33,7 @@ class Console:
         self._stream = stream
         self._trips = 0
         self._skipped = 0
+        self._rolled_back = 0
         self._reported = 0
 
     def on_report(self, report: SpikeReport) -> None:
@@ -47,7 +48,8 @@ class Console:
 
     def on_record(self, record: StepRecord) -> None:
         """Counts, and prints what is due."""
-        self._skipped += not record.applied
+        self._skipped += record.action == "skip"
+        self._rolled_back += record.action == "rollback"
         if record.kind is not None and record.step != self._reported:
             reason = _printable(record.reason or "")
             self._print([f"stabilityguard | step {record.step} | optimizer.step() skipped | {reason}"])
@@ -63,7 +65,9 @@ class Console:
         parts += [f"grad norm {number(record.global_norm)}"]
         worst = record.worst_layer
         parts += [f"worst {_printable(worst[0])} ({number(worst[1])}x)"] if worst else []
-        return " | ".join([*parts, f"trips {self._trips}, skipped {self._skipped}"])
+        counts = f"trips {self._trips}, skipped {self._skipped}"
+        counts += f", rolled back {self._rolled_back}" if self._rolled_back else ""
+        return " | ".join([*parts, counts])
 
     def _print(self, lines: Sequence[str], *, alarming: bool = False) -> None:
         text = "\n".join(line if _encodes(line, self._out) else _ascii(line) for line in lines)
@@ -83,9 +87,8 @@ def alert_title(record: StepRecord) -> str:
 def alert_lines(report: SpikeReport) -> list[str]:
     """The box's body."""
     record = report.record
-    lines = [
-        f"Trigger layer  : {record.trigger_layer or _NO_LAYER.get(record.kind or '', '(the loss; every gradient is finite)')}"
-    ]
+    nobody = _NO_LAYER.get(record.kind or "", "(the loss; every gradient is finite)")
+    lines = [f"Trigger layer  : {record.trigger_layer or nobody}"]
     if record.trigger_layer is not None:
         trigger = report.details["trigger"]
         lines.append(f"Grad norm      : {number(float(trigger['norm']))}  ({'; '.join(_expectation(trigger))})")

@@ -37,7 +37,7 @@ def describe_spike(
     tripped: Mapping[int, str],
     findings: Mapping[int, Finding],
     history: Sequence[StepRecord],
-    optimizer: Optimizer,
+    optimizer: Mapping[str, Any],
     context: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All of a report but its path, as values that strict JSON has a form for.
@@ -63,7 +63,7 @@ def describe_spike(
         "loss": plain(record.loss),
         "global_norm": plain(record.global_norm),
         "trajectory": _trajectory(steps, [names[i] for i in tripped][:DETAILED_LAYERS] or _worst(record)),
-        "optimizer": {"class": type(optimizer).__name__, "param_groups": _hyperparameters(optimizer)},
+        "optimizer": dict(optimizer),
         "environment": environment(),
         **context,
     }
@@ -138,8 +138,16 @@ def _norms(steps: Sequence[StepRecord], names: Sequence[str]) -> list[list[Any]]
     return [[None if norm == absent else plain(norm) for norm in [*unknown, *column]] for column in columns]
 
 
-def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Those of every parameter group, as values that strict JSON has a form for, and how many parameters it has."""
     return [
-        {**{k: plain(v) for k, v in group.items() if k != "params"}, "parameters": len(group["params"])}
+        {**{k: _presentable(v) for k, v in group.items() if k != "params"}, "parameters": len(group["params"])}
         for group in optimizer.param_groups
     ]
+
+
+def _presentable(value: Any) -> Any:
+    try:
+        return plain(value)
+    except Exception as error:  # optimizers keep anything in their groups, and a trip must be told of all the same
+        return f"({type(error).__name__})"

@@ -47,9 +47,13 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(entry) for entry in value]
-    if hasattr(value, "tolist") and math.prod(value.shape) <= LARGEST_ARRAY:
+    if hasattr(value, "tolist") and _elements(value) <= LARGEST_ARRAY:
         return plain(value.tolist())
     return str(value)
+
+
+def _elements(array: Any) -> int:
+    return math.prod(array.shape) if hasattr(array, "shape") else len(array)
 
 
 def _word(value: float) -> str:

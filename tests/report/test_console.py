@@ -408,10 +408,8 @@ def test_an_overflow_left_to_the_scaler_is_told_in_a_line_and_no_box(capsys):
     scaler.step(optimizer)
     scaler.update()
     told = capsys.readouterr().out
-    assert (
-        told
-        == "stabilityguard | step 1 | optimizer.step() skipped | the gradients overflowed, which is left to the GradScaler\n"
-    )
+    reason = "the gradients overflowed, which is left to the GradScaler"
+    assert told == f"stabilityguard | step 1 | optimizer.step() skipped | {reason}\n"
 
 
 def test_a_summary_is_one_line_of_printable_characters_whatever_the_name():
