@@ -15,7 +15,7 @@ def find_loss(output: object) -> Tensor | None:
 
     Only a floating-point scalar that was computed from parameters counts; None if there is none. Does not wait.
     """
-    named, unnamed = _candidates(output)
+    named, unnamed = ([], [output]) if isinstance(output, Tensor) else _candidates(output)
     for candidate in named:
         if isinstance(candidate, Tensor) and candidate.numel() == 1 and _is_computed(candidate):
             return candidate
@@ -40,7 +40,7 @@ def _candidates(output: object) -> tuple[list[object], list[object]]:
     with contextlib.suppress(Exception):  # a property may raise whatever it likes
         named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     first = output[0] if isinstance(output, (tuple, list)) and output else None
-    return [named], [output, first]
+    return [named], [first]
 
 
 def replace_loss(output: Any, loss: Tensor) -> Any:
