@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 
@@ -257,17 +257,21 @@ _NAN = Finding(kind="nan", norm=math.nan)
 
 def _finding(pieces: list[Tensor], peak: float, *, counted: bool) -> Finding:
     overflow = math.isfinite(peak)
+    nan, inf = _count_faults(pieces) if counted else (None, None)
     return Finding(
         kind="overflow" if overflow else "nan" if math.isnan(peak) else "inf",
         norm=_exact_norm(pieces, peak) if overflow else peak,
         elements=sum(piece.numel() for piece in pieces) if counted else None,
-        nan_elements=_count(torch.isnan, pieces) if counted else None,
-        inf_elements=_count(torch.isinf, pieces) if counted else None,
+        nan_elements=nan,
+        inf_elements=inf,
     )
 
 
-def _count(test: Callable[[Tensor], Tensor], pieces: list[Tensor]) -> int:
-    return sum(int(test(piece).sum()) for piece in pieces)
+def _count_faults(pieces: list[Tensor]) -> tuple[int, int]:
+    """The numbers of NaN and of infinite elements."""
+    nan = sum(int(piece.isnan().sum()) for piece in pieces)
+    others = sum(piece.numel() for piece in pieces) - nan
+    return nan, sum(int(piece.isinf().sum()) for piece in pieces) if others else 0
 
 
 def _exact_norm(pieces: list[Tensor], peak: float) -> float:

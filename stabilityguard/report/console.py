@@ -18,6 +18,8 @@ NARROWEST = 62
 WIDEST = 116
 """Columns beyond which a line is cut in its middle."""
 
+_FRAME = "╔╗╚╝╠╣═║…"
+
 _ASCII = str.maketrans(dict.fromkeys("╔╗╚╝╠╣", "+") | {"═": "=", "║": "|", "⚠": "!", "—": "-", "…": "~", "→": ">"})
 
 _NO_LAYER = {"scaler_overflow": "(seen by the GradScaler alone)"}
@@ -40,7 +42,7 @@ class Console:
         """Prints the alert box, and where the report is."""
         where = f"stabilityguard.log written → {report.path}" if report.path else "stabilityguard.log not written"
         texts = [_printable(text) for text in (alert_title(report.record), *alert_lines(report))]
-        if not _encodes("\n".join(_box(texts)), self._out):
+        if not _encodes("".join([*texts, _FRAME]), self._out):
             texts = [_ascii(text) for text in texts]  # before the box is drawn: a wide letter becomes a narrow one
         self._reported = report.record.step
         self._trips += 1
