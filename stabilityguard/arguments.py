@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,6 +48,13 @@ def check_scaler_and_sinks(scaler: object, sinks: object) -> None:
         raise ConfigurationError(f"scaler must be a torch.amp.GradScaler, but is {scaler!r}")
     if not isinstance(sinks, (list, tuple)) or not all(isinstance(sink, Sink) for sink in sinks):
         raise ConfigurationError(f"sinks must be a list of objects with the methods of Sink, but is {sinks!r}")
+
+
+def check_timeout(timeout: object) -> timedelta | None:
+    """``timeout`` as it is; raises ConfigurationError unless it is a positive timedelta or None."""
+    if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta()):
+        return timeout
+    raise ConfigurationError(f"timeout must be a positive datetime.timedelta or None, but is {timeout!r}")
 
 
 def _chain(optimizer: object) -> Iterator[object]:

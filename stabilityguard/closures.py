@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from stabilityguard.case import BadEvaluation
 from stabilityguard.errors import StabilityGuardError
-from stabilityguard.guard import BadEvaluation, Guard
+from stabilityguard.guard import Guard
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 

@@ -88,11 +88,15 @@ class GuardConfig:
     budget: Budget = field(default_factory=Budget)
     """Limits of the ladder."""
 
+    drift_check_every: int = 0
+    """Steps between two comparisons of replicated parameters over ranks; 0 turns them off."""
+
     def __post_init__(self) -> None:
         _require_number("spike_threshold", self.spike_threshold, above=1.0)
         _require_number("ema_alpha", self.ema_alpha, above=0.0, at_most=1.0)
         _require_integer("warmup_steps", self.warmup_steps, minimum=0)
         _require_integer("log_every", self.log_every, minimum=0)
+        _require_integer("drift_check_every", self.drift_check_every, minimum=0)
         if self.max_grad_norm is not None:
             _require_number("max_grad_norm", self.max_grad_norm, above=0.0)
         _require_choice("nan_action", self.nan_action, get_args(NanAction))

@@ -2,7 +2,9 @@
 
 StabilityGuardError
 ├── ConfigurationError   bad arguments, found at construction (also a ValueError)
-└── GradientSpikeError   a trip that the policy answers by raising
+├── GradientSpikeError   a trip that the policy answers by raising
+├── DisagreementError    ranks that are not in one state
+└── ReplicaDriftError    replicas of parameters that are no longer alike
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
         norm: L2 norm of that layer's gradient, NaN or infinite for non-finite gradients.
         baseline: what was expected, or None while the layer has no baseline.
         ratio: ``norm / baseline``, or None without a baseline.
-        report_path: the JSON report, or None if it could not be written.
+        report_path: the JSON report, or None if it could not be written, or is another rank's.
+        ranks: global ranks on which the fault arose; empty if that cannot be told.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
         baseline: float | None,
         ratio: float | None,
         report_path: str | None,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.step = step
@@ -55,7 +59,28 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
         self.baseline = baseline
         self.ratio = ratio
         self.report_path = report_path
+        self.ranks = ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle by calling the class with their positional arguments, and the keywords have no defaults.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class DisagreementError(StabilityGuardError, RuntimeError):
+    """Ranks no longer agree on what was decided, or on what they remember; raised on all of them at the same step.
+
+    Attributes:
+        step: 1-based count of ``step()`` calls; nothing was applied in it.
+        ranks: global ranks that differ from the majority.
+    """
+
+    def __init__(self, message: str, *, step: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.step, self.ranks = step, ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class ReplicaDriftError(DisagreementError):
+    """Copies of a parameter that should be the same bits on several ranks are not; raised on all ranks alike."""

@@ -4,51 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import chain
 from operator import is_
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilityguard.case import Case, make_error, make_record
+from stabilityguard.case import BadEvaluation, Case, Outcome, make_error, make_record
 from stabilityguard.config import GuardConfig
+from stabilityguard.council import Council
 from stabilityguard.detect.detector import Detector, State, realign
 from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
+from stabilityguard.distributed.consensus import Ballot
+from stabilityguard.distributed.digest import digest_of, digest_of_tensors
+from stabilityguard.distributed.peers import ALONE, Peers
+from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import StabilityGuardError
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
+from stabilityguard.measure.modules import leaves_gradients_to_the_end
 from stabilityguard.measure.window import GradientWindow, LossScale
 from stabilityguard.recover.breaker import Breaker, BreakerState
-from stabilityguard.recover.recovery import BufferTraces, Recovery
+from stabilityguard.recover.recovery import Recovery
 from stabilityguard.recover.state import Stateful
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import Publisher
-from stabilityguard.report.spike import TRAJECTORY, describe_spike, hyperparameters, tripped_layers
+from stabilityguard.report.spike import TRAJECTORY, describe_ranks, describe_spike, hyperparameters, tripped_layers
 
 T = TypeVar("T")
 
 KEPT_REPORTS = 100
 """Reports held in memory, the newest ones."""
-
-
-class BadEvaluation(Exception):
-    """Raised inside an update whose closure found non-finite gradients."""
-
-    def __init__(self, statistics: Statistics) -> None:
-        super().__init__("a closure's gradients are not finite")
-        self.statistics = statistics
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome(Generic[T]):
-    """What came of acting on a case."""
-
-    result: T | None = None
-    restored_step: int | None = None
-    buffers: BufferTraces = field(default_factory=BufferTraces)
 
 
 class Guard:
@@ -61,6 +50,8 @@ class Guard:
         detector: judges the norms.
         tracked: objects that are saved and rewound with the model.
         publisher: takes records and reports.
+        peers: the ranks that decide together.
+        shard_of: tells shards of plain tensors apart.
     """
 
     def __init__(
@@ -71,8 +62,11 @@ class Guard:
         detector: Detector,
         tracked: Mapping[str, Stateful],
         publisher: Publisher,
+        peers: Peers = ALONE,
+        shard_of: ShardOf | None = None,
     ) -> None:
         self.config = config
+        self.peers = peers
         self.steps = 0
         self.records: deque[StepRecord] = deque(maxlen=TRAJECTORY)
         self.reports: deque[SpikeReport] = deque(maxlen=KEPT_REPORTS)
@@ -82,7 +76,9 @@ class Guard:
         self._breaker_state = BreakerState()
         self._veto: str | None = None
         self._in_step = False
-        table = LayerTable.of(model, _parameters(optimizer))  # refuses the wrong model before any hook is set
+        self._shard_of = shard_of
+        self._decided: object = None
+        table = self._count()  # refuses the wrong model before any hook is set
         self._forward = ForwardObserver(model, self._forward_begins)
         self._memory = detector.initial(len(table.names))
         self._watch(table)
@@ -92,11 +88,13 @@ class Guard:
     def step(self, update: Callable[[Statistics], T], *, loss: Tensor | None, scale: LossScale) -> T | None:
         """Calls ``update`` if the gradients are healthy, else does what the policy says. Returns its result, or None.
 
+        A collective over the peers: one all-reduce, and a gathering of what each rank saw where something is wrong.
         Makes one copy to the host, and waits for it. If ``update`` raises, the error passes and the step counts for
         nothing.
 
         Raises:
             GradientSpikeError: the policy ends in raising; nothing was changed.
+            DisagreementError: the ranks are not in one state, or their replicas are not.
         """
         self._check_surroundings()
         self._begin()
@@ -107,9 +105,27 @@ class Guard:
             return self._settle(fault.statistics, update)
 
     def measure(self, loss: Tensor | None, scale: LossScale) -> Statistics:
-        """The statistics of the present gradients, in one copy to the host; ``loss`` defaults to the model's own."""
+        """The statistics of the present gradients, agreed on with the peers; ``loss`` defaults to the model's own."""
         seen = self._forward.take_loss()
-        return self.window.take(seen if loss is None else loss, scale)
+        loss = seen if loss is None else loss
+        self._session = self._council.agree(self.window.look(scale), loss, self._ballot(scale))
+        if self._session.wants_census:
+            self._replace_table(self._count())
+            self._begin()
+            self._session = self._council.agree(self.window.look(scale), loss, self._ballot(scale))
+        return self._council.statistics(self._session)
+
+    def _ballot(self, scale: LossScale) -> Ballot:
+        alone = len(self.peers) == 1
+        return Ballot(
+            step=self.steps + 1,
+            scaled=scale.found_inf is not None,
+            vetoed=self._veto is not None,
+            changed=not self._is_counted or self.window.reader.finds_new_partial(),
+            has_target=self._recovery.has_target,
+            decision=0 if alone else digest_of(self._decided),
+            memory=0 if alone else digest_of_tensors(self._memory),
+        )
 
     def attempt(self, update: Callable[[], T]) -> T:
         """Calls ``update`` on a copied state, and puts that state back if it ends in a bad evaluation."""
@@ -124,21 +140,25 @@ class Guard:
         case = self._judge(statistics)
         groups = hyperparameters(self._optimizer) if case.decision.is_trip else []  # a rollback changes them
         outcome = self._act(case, update)
-        record = make_record(case, self.window.table.places, restored_step=outcome.restored_step)
+        record = make_record(case, self.window.table, self.peers.ranks, restored_step=outcome.restored_step)
+        self._decided = record.step, record.action, record.kind, record.trigger_layer, record.restored_step
         report = self._report(case, outcome, record, groups) if case.decision.is_trip else None
         self._finish(record)
         if report is not None and record.action == "raise":
-            raise make_error(report)
+            raise make_error(report, rank=self.peers.ranks[self.peers.place])
         return outcome.result
 
     def _judge(self, statistics: Statistics) -> Case:
         verdict = self._detector.judge(self._memory, statistics.norms)
-        diagnosis = diagnose(statistics, verdict, vetoed=self._veto is not None)
+        diagnosis = diagnose(statistics, verdict)
+        if diagnosis is not None:
+            spikes = verdict.spikes.nonzero().flatten().tolist()
+            statistics = self._council.with_evidence(self._session, statistics, spikes)
         decision = self._breaker.decide(
             self._breaker_state,
             step=self.steps + 1,
             kind=diagnosis.kind if diagnosis else None,
-            has_target=self._recovery.has_target,
+            has_target=self._session.has_target,
         )
         return Case(
             step=self.steps + 1,
@@ -146,7 +166,6 @@ class Guard:
             verdict=verdict,
             diagnosis=diagnosis,
             decision=decision,
-            reason=f"veto: {self._veto}" if diagnosis and diagnosis.kind == "veto" else decision.reason,
             lr=_learning_rate(self._optimizer),
         )
 
@@ -179,6 +198,7 @@ class Guard:
         self, case: Case, outcome: Outcome[Any], record: StepRecord, groups: list[dict[str, Any]]
     ) -> SpikeReport:
         findings = case.statistics.findings
+        evidence = case.statistics.evidence or ()
         details = describe_spike(
             record,
             tripped=tripped_layers(record, findings, case.verdict.spikes.nonzero().flatten().tolist()),
@@ -186,7 +206,8 @@ class Guard:
             history=list(self.records),
             optimizer={"class": type(self._optimizer).__name__, "param_groups": groups},
             context={
-                "batches": self._forward.describe_batches(),
+                "batches": evidence[self.peers.place].batches,
+                "ranks": describe_ranks(self.peers.ranks, case.statistics, record),
                 "buffers": asdict(outcome.buffers),
                 "loss_scale": case.statistics.scale,
                 "config": asdict(self.config),
@@ -219,10 +240,20 @@ class Guard:
         self.check_parameters()
 
     def check_parameters(self) -> None:
-        """Looks whether the optimizer's parameters are others; layers keep their history, snapshots are given up."""
-        if _same(self._parameters, self._optimizer.param_groups):
-            return
-        old, table = self.window.table.names, LayerTable.of(self._model, _parameters(self._optimizer))
+        """Looks whether the optimizer's parameters are others; layers keep their history, snapshots are given up.
+
+        Peers have to take part in the count of layers, and do so in the coming step.
+        """
+        self._is_counted = _same(self._parameters, self._optimizer.param_groups)
+        if not self._is_counted and len(self.peers) == 1:
+            self._replace_table(self._count())
+
+    def _count(self) -> LayerTable:
+        """The layers of the optimizer's parameters. A collective over the peers."""
+        return LayerTable.of(self._model, parameters_of(self._optimizer), self.peers, self._shard_of)
+
+    def _replace_table(self, table: LayerTable) -> None:
+        old = self.window.table.names
         self.window.close()
         self._memory = realign(self._memory, old, self._detector.initial(len(table.names)), table.names)
         self._watch(table)
@@ -256,8 +287,11 @@ class Guard:
 
     def _watch(self, table: LayerTable) -> None:
         """Starts to measure the parameters of ``table``, and to keep ways back for them."""
-        self._parameters = _parameters(self._optimizer)
-        self.window = GradientWindow(table, self._forward.backward_ended)
+        self._parameters = parameters_of(self._optimizer)
+        self._is_counted = True
+        sees_own = len(self.peers) > 1 and leaves_gradients_to_the_end(self._model)
+        self.window = GradientWindow(table, self._forward.backward_ended, sees_own=sees_own)
+        self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
         self._recovery = Recovery(self._model, self._parameters, self._optimizer, self._tracked, self.config.snapshots)
         self._begun = False
         self._forward.call_before_next(self._begin)
@@ -269,6 +303,14 @@ class Guard:
             self._in_step = True
             self._recovery.step_begins()
 
+    def _witness(self) -> dict[str, Any]:
+        """What this rank knows of a bad step, beside its gradients."""
+        return {
+            "bad_inputs": self._forward.saw_bad_inputs(),
+            "batches": self._forward.describe_batches(),
+            "veto": self._veto,
+        }
+
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""
         if not self._begun or self._recovery.was_rewritten:
@@ -276,7 +318,8 @@ class Guard:
             self._recovery.begin(self.steps, self._memory)
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that the optimizer updates, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilityguard.arguments import as_loss, check_optimizer_and_model, check_scaler_and_sinks, make_detector
+from stabilityguard.arguments import (
+    as_loss,
+    check_optimizer_and_model,
+    check_scaler_and_sinks,
+    check_timeout,
+    make_detector,
+)
 from stabilityguard.closures import GuardedClosure, climbs_first
 from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
+from stabilityguard.distributed.peers import ALONE, Peers
+from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import ConfigurationError
-from stabilityguard.guard import Guard
+from stabilityguard.guard import Guard, parameters_of
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 from stabilityguard.recover.state import check_tracked
@@ -54,7 +63,12 @@ class GuardedOptimizer(Optimizer):
         snapshots: when to copy the training state to RAM; on by default where ``nan_action="rollback"``.
         budget: how many skips in a row, and rollbacks, are tolerated.
         track: objects with ``state_dict`` and ``load_state_dict`` that a rollback rewinds, too, by name.
-        sinks: further consumers of records and reports.
+        sinks: further consumers of records and reports; those of the first rank are fed.
+        process_group: the ranks that step this model; all of them by default. Constructing is a collective over them.
+        timeout: how long to wait for a lost rank; the group's own timeout by default.
+        drift_check_every: steps between two comparisons of replicated parameters over ranks; 0 for none.
+        shard_of: for plain tensors that were split by hand, maps a parameter's qualified name and tensor to what tells
+            this rank's part from others', such as its rank in a tensor-parallel group; None for replicas.
 
     Raises:
         ConfigurationError: an argument cannot be used, or the optimizer is guarded already or steps inside backward.
@@ -85,6 +99,10 @@ class GuardedOptimizer(Optimizer):
         budget: Budget | None = None,
         track: Mapping[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
+        process_group: Any | None = None,
+        timeout: timedelta | None = None,
+        drift_check_every: int = 0,
+        shard_of: ShardOf | None = None,
     ) -> None:
         # Not super().__init__(): groups, state, defaults and hooks stay the base optimizer's own, seen live.
         check_optimizer_and_model(base_optimizer, model)
@@ -99,20 +117,25 @@ class GuardedOptimizer(Optimizer):
             max_grad_norm=max_grad_norm,
             snapshots=snapshots,
             budget=Budget() if budget is None else budget,
+            drift_check_every=drift_check_every,
         )
         parts = {"model": model, "config": config, "detector": detector, "scaler": scaler, "track": track}
-        self._assemble(base_optimizer, parts, sinks)
+        parts["shard_of"] = shard_of
+        peers = Peers.of(process_group, parameters_of(base_optimizer), check_timeout(timeout))
+        self._assemble(base_optimizer, parts, sinks, peers)
 
-    def _assemble(self, base: Optimizer, parts: dict[str, Any], sinks: Sequence[Sink]) -> None:
-        """Sets everything up from what copies and pickles carry, and the sinks, which they do not."""
+    def _assemble(self, base: Optimizer, parts: dict[str, Any], sinks: Sequence[Sink], peers: Peers) -> None:
+        """Sets everything up from what copies and pickles carry, and the sinks and peers, which they do not."""
         config, scaler = parts["config"], parts["scaler"]
         check_scaler_and_sinks(scaler, sinks)
         tracked = check_tracked(parts["track"])
         if scaler is not None and scaler not in tracked.values():
             tracked["scaler"] = scaler
         console = [Console(config.log_every)] if config.verbose else []
-        publisher = Publisher([Journal(config.log_dir), *console, *sinks])
-        self._guard = Guard(parts["model"], base, config, make_detector(parts["detector"], config), tracked, publisher)
+        ours: list[Sink] = [Journal(config.log_dir), *console] if peers.place == 0 else []
+        publisher = Publisher([*ours, *sinks], is_silent=peers.place != 0)
+        detector, shard_of = make_detector(parts["detector"], config), parts["shard_of"]
+        self._guard = Guard(parts["model"], base, config, detector, tracked, publisher, peers, shard_of)
         self.base_optimizer, self._parts = base, parts
         self._scaling = LossScaling(scaler)
         self._closed = False
@@ -125,7 +148,8 @@ class GuardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Tensor | float | None = None) -> Any:
         """Applies the base optimizer's update if the gradients are healthy, else acts as the policy says.
 
-        Waits for the device once, for one copy to the host. Not a collective.
+        Waits for the device once, for one copy to the host. Over several ranks a collective: one all-reduce, and where
+        something is wrong a gathering of what each rank saw.
 
         Args:
             closure: as for the base optimizer. It is evaluated once before anything is judged.
@@ -135,7 +159,8 @@ class GuardedOptimizer(Optimizer):
             What the base optimizer returns; for a step that was not applied, the closure's loss or None.
 
         Raises:
-            GradientSpikeError: the policy ends in raising.
+            GradientSpikeError: the policy ends in raising; on every rank.
+            DisagreementError: the ranks are not in one state, or (ReplicaDriftError) their replicas are not.
             ConfigurationError: ``closure`` cannot be called, or ``loss`` is no scalar.
         """
         if closure is not None and not callable(closure):
@@ -203,7 +228,7 @@ class GuardedOptimizer(Optimizer):
         return list(self._guard.reports)
 
     def veto(self, reason: str) -> None:
-        """Asks for the coming step to be skipped; it counts towards no budget."""
+        """Asks every rank to skip the coming step; it counts towards no budget. Not a collective."""
         self._guard.veto(reason)
 
     def close(self) -> None:
@@ -275,5 +300,5 @@ class GuardedOptimizer(Optimizer):
         return {"base_optimizer": self.base_optimizer, "parts": self._parts, "guard": self._guard.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._assemble(state["base_optimizer"], state["parts"], ())
+        self._assemble(state["base_optimizer"], state["parts"], (), ALONE)
         self._guard.load_state_dict(state["guard"])

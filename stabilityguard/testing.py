@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stabilityguard.errors import ConfigurationError
-from stabilityguard.measure.layers import named_layers
 from stabilityguard.measure.loss import find_loss, replace_loss
+from stabilityguard.measure.modules import named_layers
 
 FaultKind = Literal["spike", "nan", "inf", "inf_loss"]
 

@@ -18,9 +18,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 RANKS = [
     {"stabilityguard", "stabilityguard.errors", "stabilityguard.config", "stabilityguard.report.records"},
     {"stabilityguard.detect", "stabilityguard.recover.breaker"},
-    {"stabilityguard.measure"},
+    {"stabilityguard.measure", "stabilityguard.distributed"},
     {"stabilityguard.recover", "stabilityguard.report"},
-    {"stabilityguard.case", "stabilityguard.guard"},
+    {"stabilityguard.case", "stabilityguard.guard", "stabilityguard.inquest", "stabilityguard.council"},
     {
         "stabilityguard.closures",
         "stabilityguard.arguments",

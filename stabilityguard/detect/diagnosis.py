@@ -22,7 +22,7 @@ class Diagnosis:
     """Index of the trigger layer; None where no layer is to blame."""
 
 
-def diagnose(statistics: Statistics, verdict: Verdict, *, vetoed: bool) -> Diagnosis | None:
+def diagnose(statistics: Statistics, verdict: Verdict) -> Diagnosis | None:
     """The gravest fault of a step, None if it is healthy.
 
     Among non-finite layers the one nearest the loss is to blame: backward carried the fault on to the others. Among
@@ -41,4 +41,4 @@ def diagnose(statistics: Statistics, verdict: Verdict, *, vetoed: bool) -> Diagn
     if bool(verdict.spikes.any()):
         ratios = torch.where(verdict.spikes, verdict.ratios, 0.0)
         return Diagnosis(kind="spike", layer=int(ratios.argmax()))
-    return Diagnosis(kind="veto") if vetoed else None
+    return Diagnosis(kind="veto") if statistics.vetoed else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +23,37 @@ class Finding:
     norm: float
     """L2 norm: exact for an overflow, else NaN or infinite."""
 
-    elements: int | None = None
-    """Number of elements in the layer's gradient; None if not counted."""
+    elements: float | None = None
+    """Number of elements in the layer's gradient, each shared with those that hold it, too; None if not counted."""
 
-    nan_elements: int | None = None
-    """Number of NaN elements; None if not counted."""
+    nan_elements: float | None = None
+    """Number of NaN elements, shared likewise; None if not counted."""
 
-    inf_elements: int | None = None
-    """Number of infinite elements; None if not counted."""
+    inf_elements: float | None = None
+    """Number of infinite elements, shared likewise; None if not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one rank alone knows about a fault."""
+
+    shares: Mapping[int, float]
+    """Of the layers in question: its share in the layer's norm, as it was judged."""
+
+    own: Mapping[int, float] | None = None
+    """The same for its own gradients, before anything was reduced over ranks; None where they were not seen."""
+
+    is_unreduced: bool = False
+    """Whether ``own`` is surely from before any reduction; else its values count only if they differ over ranks."""
+
+    bad_inputs: bool = False
+    """Whether a batch of its step holds NaN or Inf."""
+
+    veto: str | None = None
+    """Its reason, if it has cast a veto."""
+
+    batches: Sequence[Sequence[Mapping[str, Any]]] = ()
+    """Its micro-batches as a report describes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +73,25 @@ class Statistics:
     """The layers whose float32 norm was not finite, nearest the loss first."""
 
     loss: float | None
-    """Mean loss of the step's micro-batches."""
+    """Mean loss of the step's micro-batches, over the ranks that have one."""
+
+    rank_losses: tuple[float | None, ...]
+    """That of each rank."""
 
     scaled: bool
     """Whether a GradScaler is at work."""
 
     overflowed: bool
-    """Whether that scaler saw a non-finite gradient."""
+    """Whether that scaler saw a non-finite gradient, on any rank."""
+
+    evidence: tuple[Evidence, ...] | None
+    """What each rank alone knows of the fault; None where nothing was suspected yet."""
 
     scale: float | None
     """The scaler's factor, if known."""
+
+    vetoed: bool
+    """Whether a rank has cast a veto."""
 
     @property
     def global_norm(self) -> float:

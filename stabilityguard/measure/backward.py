@@ -8,7 +8,7 @@ the finalisation of DDP and FSDP, when every ``.grad`` is final, and before ``ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -20,18 +20,26 @@ from stabilityguard.measure.layers import LayerTable
 
 _requires_grad = attrgetter("requires_grad")
 
+_NO_TASK = -1
+"""Pipelines reduce FSDP's gradients, and so call its hooks, when no backward pass is under way."""
+
 
 class EndOfBackward:
     """Calls ``on_end`` at the end of every backward pass that reaches a layer of the table.
 
+    ``on_ending`` is called before that, when autograd has come to its end and wrappers are about to finish theirs.
+
     The hooks hold this object weakly: a guard that is dropped without ``close()`` costs nothing more.
     """
 
-    def __init__(self, table: LayerTable, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
+    def __init__(
+        self, table: LayerTable, on_end: Callable[[], None], on_ending: Callable[[], None] | None = None
+    ) -> None:
+        self._on_end, self._on_ending = on_end, on_ending
         self._pass = _Pass(weakref.ref(self))
         self._hooks = Hooks(self)
         self._table = table
+        self._triggers = _layers_of_triggers(table)
         self._trainable: list[bool] = []
         self.follow_requires_grad()
 
@@ -50,19 +58,29 @@ class EndOfBackward:
 
     def follow_requires_grad(self) -> None:
         """Sets the hooks anew where parameters were frozen or unfrozen since."""
-        trainable = list(map(_requires_grad, self._table.parameters))
+        trainable = list(map(_requires_grad, self._triggers))
         if trainable != self._trainable:
             self._trainable = trainable
             self._hooks.close()
-            self._attach(self._table)
+            self._attach()
 
-    def _attach(self, table: LayerTable) -> None:
-        hooked = set()
-        for parameter, layer in zip(table.parameters, table.layer_of, strict=True):
-            if parameter.requires_grad and not (layer in hooked and layer in table.uniform):
-                hooked.add(layer)
-                hook = _hook(self._pass, layer)
-                self._hooks.add(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    def _attach(self) -> None:
+        hooked: set[int] = set()
+        for trigger, layers in self._triggers.items():
+            is_covered = all(layer in hooked and layer in self._table.uniform for layer in layers)
+            if trigger.requires_grad and not is_covered:
+                hooked.update(layers)
+                self._hooks.add(trigger.register_post_accumulate_grad_hook(_hook(self._pass, layers)))  # type: ignore[no-untyped-call]
+
+
+def _layers_of_triggers(table: LayerTable) -> dict[Tensor, list[int]]:
+    """The layers whose gradients are there once autograd has accumulated into each tensor, nearest the loss first."""
+    triggers: dict[Tensor, list[int]] = {}
+    for shard, layer in zip(table.shards, table.layer_of, strict=True):
+        layers = triggers.setdefault(shard.parameter if shard.trigger is None else shard.trigger, [])
+        if layer not in layers:
+            layers.insert(0, layer)
+    return triggers
 
 
 class _Pass:
@@ -76,7 +94,13 @@ class _Pass:
     def begin(self, graph_task: int) -> None:
         # The task's number, not a flag: a backward pass that raises would leave a flag set for ever.
         self.graph_task = graph_task
-        _queue(lambda: _queue(self._end))
+        _queue(self._ending)
+
+    def _ending(self) -> None:
+        _queue(self._end)
+        trigger = self._trigger()
+        if trigger is not None and trigger._on_ending is not None:
+            trigger._on_ending()
 
     def _end(self) -> None:
         trigger = self._trigger()
@@ -84,15 +108,17 @@ class _Pass:
             trigger._on_end()
 
 
-def _hook(under_way: _Pass, layer: int) -> Callable[[Tensor], None]:
+def _hook(under_way: _Pass, layers: Sequence[int]) -> Callable[[Tensor], None]:
     current_graph_task, fired = torch._C._current_graph_task_id, under_way.fired
 
     def hook(_: Tensor) -> None:
-        if under_way.graph_task != (graph_task := current_graph_task()):
+        graph_task = current_graph_task()
+        if under_way.graph_task != graph_task and graph_task != _NO_TASK:
             under_way.begin(graph_task)
-        if layer in fired:
-            del fired[layer]  # the last time counts: recomputation reaches tied layers more than once
-        fired[layer] = None
+        for layer in layers:
+            if layer in fired:
+                del fired[layer]  # the last time counts: recomputation reaches tied layers more than once
+            fired[layer] = None
 
     return hook
 

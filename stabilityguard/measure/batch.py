@@ -31,6 +31,12 @@ def describe_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[
     ]
 
 
+def has_bad_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor that a forward call was given holds NaN or Inf. Waits for the device."""
+    given = [*_tensors(args, "args"), *_tensors(kwargs, "")]
+    return any(t.is_floating_point() and not bool(t.detach().isfinite().all()) for _, t in given)
+
+
 def fingerprint(tensor: Tensor) -> str | None:
     """First 16 hexadecimal digits of the SHA-256 of dtype, shape and elements (sampled where large).
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stabilityguard.measure.batch import describe_batch
+from stabilityguard.measure.batch import describe_batch, has_bad_values
 from stabilityguard.measure.hooks import Hooks
 from stabilityguard.measure.loss import LossMeter, find_loss
 
@@ -67,6 +67,12 @@ class ForwardObserver:
             with contextlib.suppress(Exception):  # inputs can be anything, and a trip must be told of all the same
                 described.append(describe_batch(args, kwargs))
         return described
+
+    def saw_bad_inputs(self) -> bool:
+        """Whether one of those micro-batches held NaN or Inf. Waits for the device."""
+        with contextlib.suppress(Exception):
+            return any(has_bad_values(args, kwargs) for args, kwargs in self._batches)
+        return False
 
     def forget_batches(self) -> None:
         """Lets go of the inputs of the step that ended."""

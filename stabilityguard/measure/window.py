@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stabilityguard.detect.statistics import Finding, Statistics
+from stabilityguard.detect.statistics import Finding
+from stabilityguard.distributed.consensus import Shares
 from stabilityguard.measure.backward import EndOfBackward
 from stabilityguard.measure.gradients import GradientReader, Measurement
 from stabilityguard.measure.layers import LayerTable
@@ -40,10 +41,24 @@ class _Look:
 
     measurement: Measurement
     findings: dict[int, Finding] | None
-    """What is known of non-finite layers; None if that was not yet looked at."""
+    """What is known of layers that are not finite here; None if that was not yet looked at."""
 
-    carries: str
-    """The field of LossScale that says what factor these gradients carry."""
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What is seen of a step's gradients on this rank."""
+
+    looks: tuple[_Look, ...]
+    """As backward left them, and as ``step()`` finds them; one where both are the same."""
+
+    own: Measurement | None
+    """As this rank alone had produced them, before a wrapper reduced them; None where that could not be had."""
+
+    fired: tuple[int, ...]
+    """Layers in the order in which backward reached them."""
+
+    scale: LossScale
+    passes: int
 
 
 class GradientWindow:
@@ -51,16 +66,24 @@ class GradientWindow:
 
     A look at the end of backward is queued on the device and not waited for. On the CPU, where there is nothing to wait
     for, non-finite gradients are examined at once, before the user's next line changes them; elsewhere at ``step()``.
+
+    Args:
+        table: whose gradients.
+        on_backward_end: called after each backward pass.
+        sees_own: whether a wrapper reduces the gradients at the end of backward, and leaves ``.grad`` as it is until
+            then, so that a look in between shows this rank's own.
     """
 
-    def __init__(self, table: LayerTable, on_backward_end: Callable[[], None]) -> None:
+    def __init__(self, table: LayerTable, on_backward_end: Callable[[], None], *, sees_own: bool = False) -> None:
         self.table = table
         self.reader = GradientReader(table)
         self.consumed = False
         """Whether the last backward pass ended with every gradient gone: something steps inside backward."""
         self._on_backward_end = on_backward_end
-        self._trigger = EndOfBackward(table, self._backward_ended)
+        self._trigger = EndOfBackward(table, self._backward_ended, self._backward_ending if sees_own else None)
         self._left: _Look | None = None
+        self._own: Measurement | None = None
+        self._passes = 0
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -72,7 +95,8 @@ class GradientWindow:
 
     def forget(self) -> None:
         """Drops what was measured: these gradients will not be stepped on."""
-        self._left = None
+        self._left = self._own = None
+        self._passes = 0
         self._trigger.forget()
 
     @property
@@ -81,77 +105,107 @@ class GradientWindow:
         return self._left is not None and self.reader.unchanged_since(self._left.measurement)
 
     @torch.no_grad()
-    def take(self, loss: Tensor | None, scale: LossScale) -> Statistics:
-        """The statistics of the step, in one copy to the host; the next step starts afresh. Not a collective."""
-        looks = self._looks(scale)
-        scalars = {name: tensor for name, tensor in (("loss", loss), *vars(scale).items()) if tensor is not None}
-        on_host = _to_host([*(look.measurement.squares for look in looks), *scalars.values()])
-        values = dict(zip(scalars, map(float, on_host[len(looks) :]), strict=True))
-        seen, findings = self._norms(looks, on_host[: len(looks)], values)
-        self.forget()
-        return Statistics(
-            norms=seen[0] if len(seen) == 1 else torch.maximum(seen[0], seen[1]),  # NaN wins
-            norms_at_step=seen[-1],
-            present=_either(looks[0].measurement.present, looks[-1].measurement.present),
-            findings=findings,
-            loss=values.get("loss"),
-            scaled=scale.found_inf is not None,
-            overflowed=values.get("found_inf", 0.0) > 0 or 0.0 in (values.get("at_backward"), values.get("at_step")),
-            scale=values.get("at_backward", values.get("at_step")),
-        )
-
-    def _looks(self, scale: LossScale) -> list[_Look]:
-        looks = [] if self._left is None else [self._left]
+    def look(self, scale: LossScale) -> Sight:
+        """What is there to be judged; the next step starts afresh. Neither a collective nor a wait for the device."""
+        looks = () if self._left is None else (self._left,)
         if not self.measured or scale.unscaled_unseen:
-            looks.append(_Look(measurement=self.reader.read(), findings=None, carries="at_step"))
-        return looks
+            looks = (*looks, _Look(measurement=self.reader.read(), findings=None))
+        sight = Sight(looks=looks, own=self._own, fired=tuple(self._trigger.fired), scale=scale, passes=self._passes)
+        self.forget()
+        return sight
 
-    def _norms(
-        self, looks: list[_Look], squares: list[Tensor], values: dict[str, float]
-    ) -> tuple[list[Tensor], dict[int, Finding]]:
-        """Unscaled layer norms of every look up to the first that is not finite, and what is wrong in that one.
+    @torch.no_grad()
+    def examine(self, sight: Sight, layers: Sequence[int], *, found: bool) -> dict[int, Finding]:
+        """What is wrong here with those of ``layers`` that are not finite here, nearest the loss first.
 
-        Clipping by a non-finite norm spoils every layer, so that a look at what it left would say nothing.
+        Looks at what ``step()`` finds, or else at what backward left. Waits for the device.
         """
-        seen = []
-        for look, squares_of_look in zip(looks, squares, strict=True):
-            factor = values.get(look.carries) or 1.0  # a scale that has fallen to zero has left nothing to unscale
-            findings = self._examine(squares_of_look) if look.findings is None else look.findings
-            norms = squares_of_look.sqrt()
-            if factor != 1.0:
-                norms /= factor
-            for layer, finding in findings.items():
-                if finding.kind == "overflow":  # NaN and Inf are there already
-                    norms[layer] = finding.norm / factor
-            seen.append(norms)
-            if findings:
-                return seen, findings
-        return seen, {}
+        look = sight.looks[-1] if found else sight.looks[0]
+        if look.findings is not None:
+            return {layer: finding for layer, finding in look.findings.items() if layer in layers}
+        return self._examine(look.measurement, sight.fired)
 
-    def _examine(self, squares: Tensor) -> dict[int, Finding]:
-        """What is wrong with each layer whose square is not finite, nearest the loss first. Waits for the device."""
+    def _examine(self, measurement: Measurement, fired: Sequence[int]) -> dict[int, Finding]:
+        squares = self._with_raw(measurement)
         if math.isfinite(float(squares.sum())):
             return {}
         suspects = squares.isfinite().logical_not().nonzero().flatten().tolist()
-        return self.reader.examine(self.table.nearest_loss_first(suspects, self._trigger.fired), squares)
+        return self.reader.examine(self.table.nearest_loss_first(suspects, fired), squares)
+
+    def _with_raw(self, measurement: Measurement) -> Tensor:
+        """The squares, with those of this rank's terms of Partial gradients, which say whether these are finite."""
+        if measurement.raw is None:
+            return measurement.squares
+        squares = measurement.squares.clone()
+        for partial in self.table.census.partial:
+            squares[partial.layer] += measurement.raw[partial.elements].square().sum()
+        return squares
+
+    @torch.no_grad()
+    def _backward_ending(self) -> None:
+        self._own = self.reader.read()
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
         measurement = self.reader.read()
+        self._passes += 1
         self.consumed = not measurement.has_gradients
-        findings = self._examine(measurement.squares) if measurement.squares.device.type == "cpu" else None
-        self._left = _Look(measurement=measurement, findings=findings, carries="at_backward")
+        on_cpu = measurement.squares.device.type == "cpu"
+        findings = self._examine(measurement, self._trigger.fired) if on_cpu else None
+        self._left = _Look(measurement=measurement, findings=findings)
         self._on_backward_end()
 
 
-def _either(first: Tensor, second: Tensor) -> Tensor:
-    return first if first is second else first | second
+@torch.no_grad()
+def shares_of(sight: Sight, loss: Tensor | None) -> Shares:
+    """What this rank adds to the sums, without the loss scale. Does not wait for the device."""
+    scale, (left, found) = sight.scale, (sight.looks[0].measurement, sight.looks[-1].measurement)
+    of_left = scale.at_backward if len(sight.looks) > 1 or sight.passes else scale.at_step
+    of_found = scale.at_step if len(sight.looks) > 1 else of_left
+    shares = Shares(
+        left=_unscaled(left.squares, of_left, 2),
+        found=_unscaled(found.squares, of_found, 2),
+        left_raw=None if left.raw is None else _unscaled(left.raw, of_left, 1),
+        found_raw=None if found.raw is None else _unscaled(found.raw, of_found, 1),
+        present=left.present if left.present is found.present else left.present | found.present,
+        loss=loss,
+        overflow=_overflow(scale),
+        scale_left=of_left,
+        scale_found=of_found,
+        passes=sight.passes,
+    )
+    return _averaged(shares) if len(sight.looks) > 1 and sight.passes > 1 else shares
 
 
-def _to_host(tensors: list[Tensor]) -> list[Tensor]:
-    """All tensors on the host as float64, in a single copy where any lies on a device."""
-    away = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
-    if not away:
-        return [tensor.double() for tensor in tensors]
-    flat = torch.cat([tensor.to(away[0], torch.float64).reshape(-1) for tensor in tensors]).cpu()
-    return list(torch.split(flat, [tensor.numel() for tensor in tensors]))
+def _unscaled(values: Tensor, scale: Tensor | None, power: int) -> Tensor:
+    if scale is None:
+        return values
+    factor = scale.detach().double().to(values.device).reshape(())
+    return values / torch.where(factor == 0, 1.0, factor) ** power  # a scale of zero has left nothing to unscale
+
+
+def _overflow(scale: LossScale) -> Tensor | None:
+    """Above zero where the scaler saw a non-finite gradient, or has come down to zero."""
+    if scale.found_inf is None:
+        return None
+    overflow = scale.found_inf.detach().double().reshape(())
+    for factor in (scale.at_backward, scale.at_step):
+        if factor is not None:
+            overflow = overflow + (factor.detach().reshape(()) == 0).double().to(overflow.device)
+    return overflow
+
+
+def _averaged(shares: Shares) -> Shares:
+    """The same, where ``step()`` finds the gradients divided by the number of backward passes.
+
+    That is no clipping that would hide something: pipelines and hand-written accumulation end so.
+    """
+    mean = shares.left / shares.passes**2
+    total, found = mean.sum(), shares.found.sum()
+    is_mean = (total - found).abs() <= 1e-5 * total
+    raw = shares.left_raw
+    return replace(
+        shares,
+        left=torch.where(is_mean, mean, shares.left),
+        left_raw=None if raw is None else torch.where(is_mean, raw / shares.passes, raw),
+    )

@@ -26,19 +26,23 @@ class Sink(Protocol):
 
 
 class Publisher:
-    """Hands records and reports to sinks; one that raises is muted with one warning, and training goes on."""
+    """Hands records and reports to sinks; one that raises is muted with one warning, and training goes on.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    A silent one only closes them: of several ranks, the first speaks for all.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, is_silent: bool = False) -> None:
         self._sinks = list(sinks)
+        self._is_silent = is_silent
 
     def record(self, record: StepRecord) -> None:
         """Tells every sink of a step."""
-        for sink in list(self._sinks):
+        for sink in self._listening():
             self._tell(sink, "on_record", record)
 
     def report(self, report: SpikeReport) -> None:
         """Tells every sink of a trip."""
-        for sink in list(self._sinks):
+        for sink in self._listening():
             self._tell(sink, "on_report", report)
 
     def close(self) -> None:
@@ -46,6 +50,9 @@ class Publisher:
         for sink in list(self._sinks):
             self._tell(sink, "close")
         self._sinks = []
+
+    def _listening(self) -> list[Sink]:
+        return [] if self._is_silent else list(self._sinks)
 
     def _tell(self, sink: Sink, method: str, *arguments: object) -> None:
         try:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 import stabilityguard
-from stabilityguard.detect.statistics import DETAILED_LAYERS, Finding
+from stabilityguard.detect.statistics import DETAILED_LAYERS, Evidence, Finding, Statistics
 from stabilityguard.report.records import StepRecord
 from stabilityguard.report.strict_json import plain
 
@@ -67,6 +67,29 @@ def describe_spike(
         "environment": environment(),
         **context,
     }
+
+
+def describe_ranks(ranks: Sequence[int], statistics: Statistics, record: StepRecord) -> list[dict[str, Any]]:
+    """Each rank's loss, inputs and norms, and the batches of the bad ones; nothing for one process."""
+    if len(ranks) == 1:
+        return []
+    names = record.layers.names
+    return [
+        {
+            "rank": rank,
+            "is_bad": rank in record.bad_ranks,
+            "loss": plain(loss),
+            "bad_inputs": evidence.bad_inputs,
+            "norms": {names[i]: plain(norm) for i, norm in _norms_of_rank(evidence).items()},
+            "batches": evidence.batches if rank in record.bad_ranks else [],
+        }
+        for rank, loss, evidence in zip(ranks, statistics.rank_losses, statistics.evidence or (), strict=True)
+    ]
+
+
+def _norms_of_rank(evidence: Evidence) -> dict[int, float]:
+    known = evidence.shares if evidence.own is None else evidence.own
+    return dict(list(known.items())[:DETAILED_LAYERS])
 
 
 def environment() -> dict[str, str]:

@@ -25,9 +25,12 @@ def diagnosis(*, findings=None, loss=1.0, scaled=False, overflowed=False, ratios
         scaled=scaled,
         overflowed=overflowed,
         scale=None,
+        rank_losses=(loss,),
+        evidence=None,
+        vetoed=vetoed,
     )
     verdict = Verdict(baselines=torch.ones(3, dtype=torch.float64), ratios=ratio, spikes=ratio > 10)
-    return diagnose(statistics, verdict, vetoed=vetoed)
+    return diagnose(statistics, verdict)
 
 
 def test_a_healthy_step_has_no_fault():

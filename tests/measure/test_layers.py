@@ -9,7 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from stabilityguard import ConfigurationError
-from stabilityguard.measure.layers import ROOT_LAYER, LayerTable, named_layers
+from stabilityguard.measure.layers import LayerTable
+from stabilityguard.measure.modules import ROOT_LAYER, named_layers
 from tests.support import Net, batch, guard
 
 

@@ -564,6 +564,7 @@ def test_the_settings_are_repeated_with_defaults_filled_in():
         "max_grad_norm": 2,
         "snapshots": {"every": 100, "keep": 3, "quarantine": 10},
         "budget": {"consecutive_skips": 5, "rollbacks": 3, "window": 1000},
+        "drift_check_every": 0,
     }
 
 

@@ -1,0 +1,96 @@
+"""The ranks that decide together: what they agree on in every step, and what they ask each other when one is bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from stabilityguard.detect.statistics import Statistics
+from stabilityguard.distributed.consensus import Agreement, Ballot, Consensus
+from stabilityguard.distributed.digest import check_alike
+from stabilityguard.distributed.drift import check_replicas, checksums
+from stabilityguard.distributed.peers import Peers
+from stabilityguard.inquest import Readings, Testimony, read, settle, testify
+from stabilityguard.measure.window import GradientWindow, Sight, shares_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What was said about one step."""
+
+    sight: Sight
+    agreement: Agreement
+    readings: Readings
+
+    @property
+    def wants_census(self) -> bool:
+        """Whether the parameters of a rank have changed, so that the layers have to be counted anew."""
+        return any(ballot.changed for ballot in self.agreement.ballots)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether every rank could roll back."""
+        return all(ballot.has_target for ballot in self.agreement.ballots)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether something is wrong that needs no judgement of norms."""
+        losses = [ballot.loss for ballot in self.agreement.ballots if ballot.loss is not None]
+        bad_loss = any(loss - loss != 0 for loss in losses)  # NaN and Inf
+        said = any(ballot.vetoed or ballot.overflowed for ballot in self.agreement.ballots)
+        return bool(self.readings.suspects) or bad_loss or said
+
+
+class Council:
+    """Speaks for this rank about the layers of one window.
+
+    Args:
+        peers: the ranks.
+        window: this rank's gradients.
+        witness: what else this rank knows when something is wrong: the fields of ``Evidence`` beside norms.
+        drift_check_every: steps between two comparisons of replicated parameters; 0 for none.
+    """
+
+    def __init__(
+        self, peers: Peers, window: GradientWindow, witness: Callable[[], Mapping[str, Any]], drift_check_every: int
+    ) -> None:
+        self.peers = peers
+        self._window, self._witness, self._drift_check_every = window, witness, drift_check_every
+        self._census, self._shards = window.table.census, window.table.shards
+        self._consensus = Consensus(self._census, peers)
+
+    def agree(self, sight: Sight, loss: Tensor | None, ballot: Ballot) -> Session:
+        """Adds up what all ranks have seen. A collective: one all-reduce; waits for one copy to the host.
+
+        Raises:
+            DisagreementError: the ranks are not in one state, or their replicas are not.
+        """
+        looks_for_drift = self._drift_check_every > 0 and ballot.step % self._drift_check_every == 0
+        looks_for_drift = looks_for_drift and len(self.peers) > 1
+        sums = checksums(self._census.replicas, self._shards) if looks_for_drift else []
+        agreement = self._consensus.agree(shares_of(sight, loss), ballot, sums)
+        check_alike(agreement.ballots, self.peers.ranks)
+        if looks_for_drift:
+            check_replicas(agreement.checksums, self._census.replicas, self.peers.ranks, ballot.step)
+        return Session(sight=sight, agreement=agreement, readings=read(agreement))
+
+    def statistics(self, session: Session) -> Statistics:
+        """What is to be judged. Where something is wrong already, a collective: all ranks tell what they saw."""
+        asked = self._ask(session, session.readings.suspects) if session.is_suspect else None
+        return settle(session.agreement, session.readings, asked)
+
+    def with_evidence(self, session: Session, statistics: Statistics, layers: Sequence[int]) -> Statistics:
+        """The same, with what each rank saw of ``layers``. A collective, unless they were asked before."""
+        if statistics.evidence is not None:
+            return statistics
+        return replace(statistics, evidence=tuple(t.evidence for t in self._ask(session, layers)))
+
+    def _ask(self, session: Session, layers: Sequence[int]) -> list[Testimony]:
+        ballot = session.agreement.ballots[self.peers.place]
+        testimony = testify(
+            self._window, session.sight, layers, ballot, found=session.readings.found, evidence=self._witness()
+        )
+        return self.peers.gather(testimony, f"telling what it saw in step {ballot.step}")

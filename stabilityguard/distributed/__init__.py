@@ -1,0 +1,1 @@
+"""Agreement between ranks: who holds what, and one decision for all."""

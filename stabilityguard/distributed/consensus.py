@@ -1,0 +1,249 @@
+"""The one vector that the ranks add up in every step, so that all of them judge by the same bits.
+
+The vector, float64, one field after another:
+
+    left         L          squared layer norms that backward left: this rank's share, unscaled
+    found        L          the same as ``step()`` finds them
+    present      L          1 / (ranks that hold the layer) where it has a gradient here, else 0
+    left raw     E          elements of Partial gradients that backward left, to be summed before they are squared
+    found raw    E          the same as ``step()`` finds them
+    checksums    one for each member of each replica set; 0 but in steps that look for drift
+    rows         R x 14     one row for each rank, 0 but for its own, with the fields of ``ROW``
+
+Sums of squares are their own flags: they only grow, so that a NaN or an Inf of any rank shows in the sum. Rows have one
+writer each, since sums over ranks cancel (inf - inf) and round. Whole numbers up to 2^53 travel exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from stabilityguard.distributed.census import Census
+from stabilityguard.distributed.peers import Peers
+
+PROTOCOL = 1
+"""Version of the vector; ranks that run another one are named."""
+
+ROW = (
+    "protocol",
+    "step",
+    "flags",
+    "signals",
+    "decision",
+    "memory",
+    "has_loss",
+    "loss",
+    "overflow",
+    "scale_left",
+    "scale_found",
+    "passes",
+    "left_total",
+    "found_total",
+)
+"""Fields of a rank's row, in order."""
+
+_FLAGS = ("scaled", "vetoed", "changed", "has_target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What one rank has measured, on the device; all float64."""
+
+    left: Tensor
+    """Shape (L,): its share in the squared norms that backward left."""
+
+    found: Tensor
+    """Shape (L,): its share in the squared norms as ``step()`` finds them."""
+
+    present: Tensor
+    """bool, shape (L,): layers with a gradient here."""
+
+    left_raw: Tensor | None = None
+    """Shape (E,): its terms of Partial gradients that backward left; None where there are none anywhere."""
+
+    found_raw: Tensor | None = None
+
+    loss: Tensor | None = None
+    """0-dim: mean loss of its micro-batches."""
+
+    overflow: Tensor | None = None
+    """0-dim: above zero where its GradScaler saw a non-finite gradient; None without a scaler."""
+
+    scale_left: Tensor | None = None
+    """0-dim: the loss scale that backward's gradients carried, if known."""
+
+    scale_found: Tensor | None = None
+    """0-dim: the loss scale that they still carry at ``step()``."""
+
+    passes: int = 0
+    """Backward passes since the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What one rank alone knows of a step, as all ranks read it."""
+
+    step: int
+    protocol: int = PROTOCOL
+    scaled: bool = False
+    """Whether a GradScaler is at work."""
+
+    vetoed: bool = False
+    changed: bool = False
+    """Whether its parameters, or the form of their gradients, are no longer those of the census."""
+
+    has_target: bool = False
+    """Whether it could roll back."""
+
+    signals: int = 0
+    """Bits for what the operating system has told it; none is set yet."""
+
+    decision: int = 0
+    """48-bit digest of its previous decision."""
+
+    memory: int = 0
+    """48-bit digest of its detector's state."""
+
+    loss: float | None = None
+    overflowed: bool = False
+    scale_left: float | None = None
+    scale_found: float | None = None
+    passes: int = 0
+    left_total: float = 0.0
+    """Its share in the squared global norm that backward left, before Partial gradients."""
+
+    found_total: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks know together, on the host, the same bits on each."""
+
+    left: Tensor
+    """float64, shape (L,): squared layer norms that backward left; NaN and Inf where so."""
+
+    found: Tensor
+    """float64, shape (L,): the same as ``step()`` finds them."""
+
+    present: Tensor
+    """bool, shape (L,): layers with a gradient on any rank."""
+
+    ballots: tuple[Ballot, ...]
+    """By place among the peers."""
+
+    checksums: tuple[tuple[int, ...], ...]
+    """Of each replica set, by member."""
+
+
+class Consensus:
+    """Packs, adds up and unpacks the vector for one census."""
+
+    def __init__(self, census: Census, peers: Peers) -> None:
+        self._peers, self._layers = peers, len(census.layers)
+        members = [len(replicas.members) for replicas in census.replicas] if len(peers) > 1 else []
+        elements = census.partial_elements
+        sizes = [self._layers] * 3 + [elements] * 2 + [sum(members), len(peers) * len(ROW)]
+        self._sizes, self._members = sizes, members
+        ends = list(accumulate(sizes))
+        self._length, self._rows_at = ends[-1], ends[-2]
+        self._own_row = slice(self._rows_at + peers.place * len(ROW), self._rows_at + (peers.place + 1) * len(ROW))
+        self._slots = [(r, census.replicas[r].members.index(peers.place)) for r in self._memberships(census)]
+        self._shares = torch.tensor([1.0 / n for n in census.layer_holders], dtype=torch.float64, device="cpu")
+        self._replicated = torch.tensor(census.replicated, dtype=torch.bool, device="cpu")
+        self._layer_of_element = torch.repeat_interleave(
+            torch.tensor([p.layer for p in census.partial], dtype=torch.int64, device="cpu"),
+            torch.tensor([p.elements.stop - p.elements.start for p in census.partial], dtype=torch.int64, device="cpu"),
+        )
+
+    def _memberships(self, census: Census) -> list[int]:
+        return [i for i, r in enumerate(census.replicas) if self._members and self._peers.place in r.members]
+
+    def agree(self, shares: Shares, ballot: Ballot, checksums: Sequence[Tensor] = ()) -> Agreement:
+        """Adds up all ranks' shares and reads all ballots: one all-reduce, and one copy to the host, waited for.
+
+        ``checksums`` holds this rank's whole numbers for the replica sets that it is a member of, in their order.
+        """
+        vector = self._pack(shares, ballot, checksums)
+        self._peers.all_reduce(vector, f"agreeing on step {ballot.step}")
+        return self._unpack(vector)
+
+    def _pack(self, shares: Shares, ballot: Ballot, checksums: Sequence[Tensor]) -> Tensor:
+        device = self._peers.device if len(self._peers) > 1 else shares.left.device
+        vector = torch.zeros(self._length, dtype=torch.float64, device=device)
+        left, found, present, left_raw, found_raw, sums, _ = torch.split(vector, self._sizes)
+        left.copy_(shares.left)
+        found.copy_(shares.found)
+        present.copy_(shares.present * self._shares)
+        if left_raw.numel():
+            assert shares.left_raw is not None
+            assert shares.found_raw is not None
+            left_raw.copy_(shares.left_raw)
+            found_raw.copy_(shares.found_raw)
+        for (replicas, member), checksum in zip(self._slots, checksums, strict=bool(checksums)):
+            sums[sum(self._members[:replicas]) + member].copy_(checksum)
+        self._write_row(vector[self._own_row], shares, ballot)
+        return vector
+
+    def _write_row(self, row: Tensor, shares: Shares, ballot: Ballot) -> None:
+        flags = sum(1 << i for i, name in enumerate(_FLAGS) if getattr(ballot, name))
+        known = [PROTOCOL, ballot.step, flags, ballot.signals, ballot.decision, ballot.memory]
+        known += [shares.loss is not None, 0, 0, 0, 0, shares.passes]
+        row[: len(known)].copy_(torch.tensor(known, dtype=torch.float64, device="cpu"))
+        for name in ("loss", "overflow", "scale_left", "scale_found"):
+            value = getattr(shares, name)
+            if value is not None:
+                row[ROW.index(name)].copy_(value.reshape(()))
+        row[-2].copy_(shares.left.sum())
+        row[-1].copy_(shares.found.sum())
+
+    def _unpack(self, vector: Tensor) -> Agreement:
+        left, found, present, left_raw, found_raw, sums, rows = torch.split(vector, self._sizes)
+        if left_raw.numel():
+            layer_of_element = self._layer_of_element.to(vector.device)
+            left.index_add_(0, layer_of_element, left_raw.square())
+            found.index_add_(0, layer_of_element, found_raw.square())
+        if vector.device.type != "cpu":
+            on_host = torch.cat([left, found, present, sums, rows]).cpu()
+            sizes = [self._sizes[i] for i in (0, 1, 2, 5, 6)]
+            left, found, present, sums, rows = torch.split(on_host, sizes)
+        self._complete(left, found, present)
+        checksums = torch.split(sums.long(), self._members) if self._members else ()
+        return Agreement(
+            left=left,
+            found=found,
+            present=present > 0,
+            ballots=tuple(_read_row(row) for row in rows.view(-1, len(ROW)).tolist()),
+            checksums=tuple(tuple(of_set.tolist()) for of_set in checksums),
+        )
+
+    def _complete(self, left: Tensor, found: Tensor, present: Tensor) -> None:
+        """Where some replicas of a layer have no gradient, the norm is that of the ones that do (root mean square)."""
+        some = self._replicated & (present > 0) & (present < 1 - 1e-9)
+        if len(self._peers) > 1 and bool(some.any()):
+            left[some] /= present[some]
+            found[some] /= present[some]
+
+
+def _read_row(values: Sequence[float]) -> Ballot:
+    row = dict(zip(ROW, values, strict=True))
+    flags = int(row["flags"])
+    return Ballot(
+        protocol=int(row["protocol"]),
+        step=int(row["step"]),
+        signals=int(row["signals"]),
+        decision=int(row["decision"]),
+        memory=int(row["memory"]),
+        loss=row["loss"] if row["has_loss"] else None,
+        overflowed=row["overflow"] > 0,
+        scale_left=row["scale_left"] or None,
+        scale_found=row["scale_found"] or None,
+        passes=int(row["passes"]),
+        left_total=row["left_total"],
+        found_total=row["found_total"],
+        **{name: bool(flags >> i & 1) for i, name in enumerate(_FLAGS)},
+    )

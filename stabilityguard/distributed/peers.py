@@ -1,0 +1,123 @@
+"""The ranks that step one model together, and the calls by which they speak; one process has nobody to speak to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stabilityguard.errors import ConfigurationError
+
+log = logging.getLogger("stabilityguard")
+
+_groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Our own group for every group that a user trains with, by what distinguishes its settings."""
+
+
+class Peers:
+    """The ranks of one process group, in its order.
+
+    Args:
+        group: the process group that the guard speaks over, or None for one process alone.
+        device: where that group takes tensors.
+    """
+
+    def __init__(self, group: Any | None, device: torch.device) -> None:
+        self._group = group
+        self.device = device
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
+        """Global rank of every member."""
+        self.place: int = dist.get_rank(group) if group is not None else 0
+        """Index of this rank in ``ranks``."""
+
+    @classmethod
+    def of(cls, process_group: Any | None, parameters: Iterable[Tensor], timeout: timedelta | None = None) -> Peers:
+        """The members of ``process_group`` (None: all ranks) over a group of the guard's own.
+
+        A group of one's own, since a collective in between could be paired with a gradient bucket's. It is created
+        once for all guards, by a collective call over the members.
+        """
+        available = dist.is_available() and dist.is_initialized()
+        if process_group is not None and not available:
+            raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
+        if not available or dist.get_world_size(process_group) == 1:
+            return ALONE
+        if dist.get_rank(process_group) < 0:
+            raise ConfigurationError(f"rank {dist.get_rank()} is no member of process_group; guard on its members only")
+        parent = dist.group.WORLD if process_group is None else process_group
+        return cls(_own_group(parent, timeout), _device_for(parent, parameters))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, vector: Tensor, doing: str) -> None:
+        """Sums ``vector`` over the ranks, in place. A collective; ``doing`` says what for if it fails."""
+        if self._group is not None:
+            with self._explained(doing):
+                dist.all_reduce(vector, group=self._group)
+
+    def gather(self, value: Any, doing: str) -> list[Any]:
+        """The ``value`` of every rank, in order: anything that pickles. Collective calls, and a wait for the device."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * len(self)
+        with self._explained(doing):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            rank, ranks = self.ranks[self.place], ", ".join(map(str, self.ranks))
+            reason = str(error).strip().partition("\n")[0]
+            log.error("rank %d lost its peers while it was %s with ranks %s: %s", rank, doing, ranks, reason)
+            raise
+
+
+ALONE = Peers(None, torch.device("cpu"))
+
+
+def _own_group(parent: Any, timeout: timedelta | None) -> Any:
+    known = _groups.setdefault(parent, {})
+    limit = _timeout_of(parent) if timeout is None else timeout
+    if limit not in known:
+        ranks = dist.get_process_group_ranks(parent)
+        whole_world = len(ranks) == dist.get_world_size()
+        known[limit] = dist.new_group(
+            ranks,
+            timeout=limit,
+            backend=dist.get_backend_config(parent),
+            use_local_synchronization=not whole_world,  # only the members construct a guard
+            group_desc="stabilityguard",
+        )
+    return known[limit]
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long ``group`` itself waits for a lost rank; None if it does not say."""
+    try:
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return timeout
+
+
+def _device_for(group: Any, parameters: Iterable[Tensor]) -> torch.device:
+    """The parameters' device if ``group`` takes tensors there, else one where it does."""
+    supported = [device.type for device in group._device_types]
+    for parameter in parameters:
+        if parameter.device.type in supported:
+            return parameter.device
+    accelerators = [kind for kind in supported if kind != "cpu"]
+    if not accelerators:
+        return torch.device("cpu")
+    return torch.device(accelerators[0], torch.get_device_module(accelerators[0]).current_device())

@@ -1,0 +1,184 @@
+"""What this rank holds of every parameter, read off the parameters themselves.
+
+A plain tensor is a whole parameter, a DTensor the part that its mesh and placements say, and a flat parameter of FSDP 1
+holds parts of several parameters, side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+
+from stabilityguard.errors import ConfigurationError
+from stabilityguard.measure.modules import ROOT_LAYER, clean_name, named_layers
+
+ShardOf = Callable[[str, Tensor], Hashable]
+"""Maps a plain parameter's qualified name and tensor to what tells this rank's shard of it from others'; None where it
+is a replica."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of one parameter whose gradient this rank reads."""
+
+    layer: str
+    """Qualified name of the layer in the user's model."""
+
+    name: str
+    """The parameter's name within its layer."""
+
+    parameter: Tensor
+    """The tensor whose ``.grad`` holds the part's gradient."""
+
+    identity: Hashable
+    """Equal on the ranks that hold the same elements; None where this rank holds none of them."""
+
+    span: slice | None = None
+    """Place within the flattened gradient; None for all of it."""
+
+    trigger: Tensor | None = None
+    """The tensor that autograd accumulates into, if it is another one."""
+
+    @property
+    def key(self) -> tuple[str, str, Hashable]:
+        """What the same elements have in common over ranks."""
+        return self.layer, self.name, self.identity
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The same part of ``tensor``, which is the parameter or its gradient, as a plain tensor on this rank."""
+        whole = local_part(tensor)
+        return whole if self.span is None else whole.reshape(-1)[self.span]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, any other tensor as it is. Neither a collective nor a wait."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def find_shards(model: nn.Module, parameters: Iterable[Tensor], shard_of: ShardOf | None = None) -> list[Shard]:
+    """The shards of ``parameters`` in the order of the model's definition, each once.
+
+    Parameters that the model does not hold get layers of their own, named by their place in the optimizer.
+
+    Raises:
+        ConfigurationError: the model holds none of the parameters, or some have no shape yet.
+    """
+    wanted = list(dict.fromkeys(parameters))
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in wanted):
+        raise ConfigurationError("the model has lazy parameters without a shape; run one forward before guarding")
+    modules = list(named_layers(model))
+    flat = _flat_shards(modules)
+    owner: dict[Tensor, tuple[str, str]] = {
+        p: (name, k) for name, m in reversed(modules) for k, p in m._parameters.items() if p is not None
+    }
+    if wanted and not any(p in owner or p in flat for p in wanted):
+        raise ConfigurationError(
+            f"none of the optimizer's {len(wanted)} parameters belongs to the model ({type(model).__name__}); "
+            "pass the model whose parameters the optimizer updates"
+        )
+    shards: list[Shard] = []
+    for i, parameter in enumerate(wanted):
+        if parameter in flat:
+            shards += flat[parameter]
+        else:
+            layer, name = owner.get(parameter, (f"(optimizer parameter {i})", ""))
+            shards.append(Shard(layer, name, parameter, _identity(parameter, layer, name, shard_of)))
+    order = {name: i for i, (name, _) in enumerate(modules)}
+    return sorted(shards, key=lambda shard: order.get(shard.layer, len(order)))
+
+
+def _identity(parameter: Tensor, layer: str, name: str, shard_of: ShardOf | None) -> Hashable:
+    if local_part(parameter) is not parameter:
+        return _identity_on_mesh(parameter)
+    qualified = name if layer == ROOT_LAYER else f"{layer}.{name}"
+    return tuple(parameter.shape), None if shard_of is None else shard_of(qualified, parameter)
+
+
+def _identity_on_mesh(parameter: Any) -> Hashable:
+    """The shard of a DTensor: the coordinates of this rank along the mesh dimensions that split it."""
+    coordinates = parameter.device_mesh.get_coordinate()
+    if coordinates is None or (local_part(parameter).numel() == 0 and parameter.numel() > 0):
+        return None
+    placed = zip(coordinates, map(str, parameter.placements), parameter.placements, strict=True)
+    return tuple(parameter.shape), tuple((c, text) for c, text, p in placed if not p.is_replicate())
+
+
+def partial_terms(gradient: Any) -> float | None:
+    """By what the sum over all ranks that hold a shard's Partial gradient counts each of its terms too little.
+
+    The gradient is the sum (or mean) of the local tensors over the partial dimensions of the mesh: None if there are
+    none, else the number of ranks along them (1 for a mean).
+
+    Raises:
+        ConfigurationError: the gradient is partial in a way that is neither a sum nor a mean.
+    """
+    partial = [i for i, placement in enumerate(getattr(gradient, "placements", ())) if placement.is_partial()]
+    if not partial:
+        return None
+    operations = {gradient.placements[i].reduce_op for i in partial}
+    if operations == {"sum"}:
+        return float(math.prod(gradient.device_mesh.size(i) for i in partial))
+    if operations == {"avg"}:
+        return 1.0
+    raise ConfigurationError(f"a gradient is {gradient.placements}, but only partial sums and means can be measured")
+
+
+# Flat parameters of FSDP 1 -----------------------------------------------------------------------------------------
+
+
+def _flat_shards(modules: Sequence[tuple[str, nn.Module]]) -> dict[Tensor, list[Shard]]:
+    """The shards of every parameter that FSDP 1 keeps in a flat one, by the parameter that an optimizer is given."""
+    found: dict[Tensor, list[Shard]] = {}
+    for prefix, module in modules:
+        handle = module.__dict__.get("_handle")
+        flat = getattr(handle, "flat_param", None)
+        if flat is not None:
+            found.update(_shards_of_flat("" if prefix == ROOT_LAYER else prefix, flat, handle))
+    return found
+
+
+def _shards_of_flat(prefix: str, flat: Any, handle: Any) -> dict[Tensor, list[Shard]]:
+    spans = unsharded_spans(flat)
+    infos = flat._shard_param_infos if handle.uses_sharded_strategy else [None] * len(flat._fqns)
+    found: dict[Tensor, list[Shard]] = {}
+    for i, (fqn, info) in enumerate(zip(flat._fqns, infos, strict=True)):
+        layer, _, name = clean_name(f"{prefix}.{fqn}" if prefix else fqn).rpartition(".")
+        parameter = flat._params[i] if handle._use_orig_params else flat
+        identity, span = ("all", spans[fqn]) if info is None else _within_shard(info)
+        shard = Shard(
+            layer or ROOT_LAYER,
+            name,
+            parameter,
+            identity,
+            None if handle._use_orig_params else span,
+            trigger=flat,
+        )
+        found.setdefault(parameter, []).append(shard)
+    return found
+
+
+def _within_shard(info: Any) -> tuple[Hashable, slice]:
+    """Which elements of the parameter are in this rank's shard, and where they lie in it."""
+    if not info.in_shard:
+        return None, slice(0, 0)
+    start = info.offset_in_shard
+    return (info.intra_param_start_idx, info.intra_param_end_idx), slice(start, start + info.numel_in_shard)
+
+
+def unsharded_spans(flat: Any) -> Mapping[str, slice]:
+    """Where each parameter lies in the unsharded flat one, by its name below the module that FSDP 1 wraps."""
+    return dict(_spans(flat))
+
+
+def _spans(flat: Any) -> Iterator[tuple[str, slice]]:
+    names = iter(flat._fqns)
+    ends = accumulate(flat._numels_with_padding)
+    for end, numel, is_padding in zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            yield next(names), slice(end - numel, end)

@@ -1,0 +1,45 @@
+"""The modules of a model under the names that their user gave them, without wrappers' prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+ROOT_LAYER = "(root)"
+"""Name of the layer made of the parameters that the model owns directly."""
+
+_WRAPPER_ATTRIBUTES = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of ``model`` once, with its qualified name in the user's own model."""
+    yield from _walk(model, "", set())
+
+
+def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen:
+        return
+    seen.add(module)
+    yield name or ROOT_LAYER, module
+    for attribute, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, _child_name(module, name, attribute), seen)
+
+
+def _child_name(module: nn.Module, name: str, attribute: str) -> str:
+    wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and attribute == "module"
+    if wraps or attribute in _WRAPPER_ATTRIBUTES:
+        return name
+    return f"{name}.{attribute}" if name else attribute
+
+
+def clean_name(name: str) -> str:
+    """The qualified name ``name`` without the attributes under which wrappers hold what they wrap."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
+
+
+def leaves_gradients_to_the_end(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel reduces copies of the gradients: until it ends, ``.grad`` is this rank's own."""
+    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    return bool(wrappers) and not any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
