@@ -32,8 +32,13 @@ class Session:
 
     @property
     def has_target(self) -> bool:
-        """Whether every rank could roll back."""
-        return all(ballot.has_target for ballot in self.agreement.ballots)
+        """Whether every rank could roll back, to a state that it has reached together with the others."""
+        return all(ballot.has_target and not ballot.joined for ballot in self.agreement.ballots)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether a rank has run out of data."""
+        return any(ballot.joined for ballot in self.agreement.ballots)
 
     @property
     def is_suspect(self) -> bool:

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from itertools import chain
-from operator import is_
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabilityguard.case import BadEvaluation, Case, Outcome, make_error, make_record
+from stabilityguard.chronicle import Chronicle
 from stabilityguard.config import GuardConfig
-from stabilityguard.council import Council
+from stabilityguard.council import Council, Session
 from stabilityguard.detect.detector import Detector, State, realign
 from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.consensus import Ballot
 from stabilityguard.distributed.digest import digest_of, digest_of_tensors
+from stabilityguard.distributed.join import JoinedRank
 from stabilityguard.distributed.peers import ALONE, Peers
 from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import StabilityGuardError
+from stabilityguard.groups import are_parameters_of, learning_rate, parameters_of
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
 from stabilityguard.measure.modules import leaves_gradients_to_the_end
-from stabilityguard.measure.window import GradientWindow, LossScale
+from stabilityguard.measure.window import GradientWindow, LossScale, Sight
 from stabilityguard.recover.breaker import Breaker, BreakerState
 from stabilityguard.recover.recovery import Recovery
 from stabilityguard.recover.state import Stateful
-from stabilityguard.report.records import SpikeReport, StepRecord
+from stabilityguard.report.records import StepRecord
 from stabilityguard.report.sinks import Publisher
-from stabilityguard.report.spike import TRAJECTORY, describe_ranks, describe_spike, hyperparameters, tripped_layers
+from stabilityguard.report.spike import hyperparameters
 
 T = TypeVar("T")
-
-KEPT_REPORTS = 100
-"""Reports held in memory, the newest ones."""
 
 
 class Guard:
@@ -68,18 +65,20 @@ class Guard:
         self.config = config
         self.peers = peers
         self.steps = 0
-        self.records: deque[StepRecord] = deque(maxlen=TRAJECTORY)
-        self.reports: deque[SpikeReport] = deque(maxlen=KEPT_REPORTS)
+        self.session: Session
+        self.chronicle = Chronicle(publisher, config, peers)
         self._model, self._optimizer = model, optimizer
-        self._detector, self._tracked, self._publisher = detector, tracked, publisher
+        self._detector, self._tracked = detector, tracked
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
         self._breaker_state = BreakerState()
+        self._had_joined = False
         self._veto: str | None = None
         self._in_step = False
         self._shard_of = shard_of
         self._decided: object = None
         table = self._count()  # refuses the wrong model before any hook is set
         self._forward = ForwardObserver(model, self._forward_begins)
+        self._joined_rank = JoinedRank(model, self.shadow_step) if len(peers) > 1 else None
         self._memory = detector.initial(len(table.names))
         self._watch(table)
 
@@ -104,21 +103,34 @@ class Guard:
         except BadEvaluation as fault:
             return self._settle(fault.statistics, update)
 
+    def shadow_step(self) -> None:
+        """Takes part in a step that other ranks make, as a rank that has run out of data: nothing is updated here."""
+        self._begin()
+        self._agree(self.window.nothing(), None, LossScale(), joined=True)
+        self._settle(self._council.statistics(self.session), lambda _: None)
+
     def measure(self, loss: Tensor | None, scale: LossScale) -> Statistics:
         """The statistics of the present gradients, agreed on with the peers; ``loss`` defaults to the model's own."""
         seen = self._forward.take_loss()
         loss = seen if loss is None else loss
-        self._session = self._council.agree(self.window.look(scale), loss, self._ballot(scale))
-        if self._session.wants_census:
+        self._agree(self.window.look(scale), loss, scale)
+        if self.session.wants_census:
             self._replace_table(self._count())
             self._begin()
-            self._session = self._council.agree(self.window.look(scale), loss, self._ballot(scale))
-        return self._council.statistics(self._session)
+            self._agree(self.window.look(scale), loss, scale)
+        return self._council.statistics(self.session)
 
-    def _ballot(self, scale: LossScale) -> Ballot:
+    def _agree(self, sight: Sight, loss: Tensor | None, scale: LossScale, *, joined: bool = False) -> None:
+        self.session = self._council.agree(sight, loss, self._ballot(scale, joined=joined))
+        if self._had_joined and not self.session.has_joined:  # the ranks' states were apart, and were made alike again
+            self._recovery.begin(self.steps, self._memory)
+        self._had_joined = self.session.has_joined
+
+    def _ballot(self, scale: LossScale, *, joined: bool) -> Ballot:
         alone = len(self.peers) == 1
         return Ballot(
             step=self.steps + 1,
+            joined=joined,
             scaled=scale.found_inf is not None,
             vetoed=self._veto is not None,
             changed=not self._is_counted or self.window.reader.finds_new_partial(),
@@ -142,7 +154,10 @@ class Guard:
         outcome = self._act(case, update)
         record = make_record(case, self.window.table, self.peers.ranks, restored_step=outcome.restored_step)
         self._decided = record.step, record.action, record.kind, record.trigger_layer, record.restored_step
-        report = self._report(case, outcome, record, groups) if case.decision.is_trip else None
+        report = None
+        if case.decision.is_trip:
+            name = type(self._optimizer).__name__
+            report = self.chronicle.report(case, outcome, record, optimizer=name, groups=groups)
         self._finish(record)
         if report is not None and record.action == "raise":
             raise make_error(report, rank=self.peers.ranks[self.peers.place])
@@ -153,12 +168,12 @@ class Guard:
         diagnosis = diagnose(statistics, verdict)
         if diagnosis is not None:
             spikes = verdict.spikes.nonzero().flatten().tolist()
-            statistics = self._council.with_evidence(self._session, statistics, spikes)
+            statistics = self._council.with_evidence(self.session, statistics, spikes)
         decision = self._breaker.decide(
             self._breaker_state,
             step=self.steps + 1,
             kind=diagnosis.kind if diagnosis else None,
-            has_target=self._session.has_target,
+            has_target=self.session.has_target,
         )
         return Case(
             step=self.steps + 1,
@@ -166,7 +181,7 @@ class Guard:
             verdict=verdict,
             diagnosis=diagnosis,
             decision=decision,
-            lr=_learning_rate(self._optimizer),
+            lr=learning_rate(self._optimizer),
         )
 
     def _act(self, case: Case, update: Callable[[Statistics], T]) -> Outcome[T]:
@@ -186,44 +201,17 @@ class Guard:
         self.steps, self._breaker_state = case.step, case.decision.state
         return outcome
 
+    def _finish(self, record: StepRecord) -> None:
+        self._veto = None
+        self._in_step = False
+        self._forward.forget_batches()
+        self.chronicle.note(record)
+
     def _learn(self, case: Case) -> State:
         memory, norms = self._memory, case.statistics.norms
         if case.decision.accept_level:
             memory = self._detector.rebase(memory, norms, case.verdict.spikes)
         return self._detector.absorb(memory, norms)
-
-    # What is told of it -----------------------------------------------------------------------------------------
-
-    def _report(
-        self, case: Case, outcome: Outcome[Any], record: StepRecord, groups: list[dict[str, Any]]
-    ) -> SpikeReport:
-        findings = case.statistics.findings
-        evidence = case.statistics.evidence or ()
-        details = describe_spike(
-            record,
-            tripped=tripped_layers(record, findings, case.verdict.spikes.nonzero().flatten().tolist()),
-            findings=findings,
-            history=list(self.records),
-            optimizer={"class": type(self._optimizer).__name__, "param_groups": groups},
-            context={
-                "batches": evidence[self.peers.place].batches,
-                "ranks": describe_ranks(self.peers.ranks, case.statistics, record),
-                "buffers": asdict(outcome.buffers),
-                "loss_scale": case.statistics.scale,
-                "config": asdict(self.config),
-            },
-        )
-        report = SpikeReport(record=record, details=details)
-        self.reports.append(report)
-        self._publisher.report(report)
-        return report
-
-    def _finish(self, record: StepRecord) -> None:
-        self._veto = None
-        self._in_step = False
-        self._forward.forget_batches()
-        self.records.append(record)
-        self._publisher.record(record)
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +232,7 @@ class Guard:
 
         Peers have to take part in the count of layers, and do so in the coming step.
         """
-        self._is_counted = _same(self._parameters, self._optimizer.param_groups)
+        self._is_counted = are_parameters_of(self._optimizer, self._parameters)
         if not self._is_counted and len(self.peers) == 1:
             self._replace_table(self._count())
 
@@ -260,9 +248,11 @@ class Guard:
 
     def close(self) -> None:
         """Removes every hook and closes the sinks."""
+        if self._joined_rank is not None:
+            self._joined_rank.close()
         self.window.close()
         self._forward.close()
-        self._publisher.close()
+        self.chronicle.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on judging alike: tensors and plain values."""
@@ -316,20 +306,3 @@ class Guard:
         if not self._begun or self._recovery.was_rewritten:
             self._begun = True
             self._recovery.begin(self.steps, self._memory)
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that the optimizer updates, group by group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _same(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> bool:
-    """Whether ``groups`` hold exactly these ``parameters``, in this order."""
-    if len(parameters) != sum(len(group["params"]) for group in groups):
-        return False
-    return all(map(is_, parameters, chain.from_iterable(group["params"] for group in groups)))
-
-
-def _learning_rate(optimizer: Optimizer) -> float | None:
-    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return None if lr is None else float(lr)

@@ -25,7 +25,8 @@ from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.peers import ALONE, Peers
 from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import ConfigurationError
-from stabilityguard.guard import Guard, parameters_of
+from stabilityguard.groups import parameters_of
+from stabilityguard.guard import Guard
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 from stabilityguard.recover.state import check_tracked
@@ -177,7 +178,7 @@ class GuardedOptimizer(Optimizer):
             lambda statistics: self._update(statistics, evaluations, scale), loss=as_loss(loss), scale=scale
         )
         self._after_step()
-        applied = self._guard.records[-1].applied
+        applied = self._guard.chronicle.records[-1].applied
         return result if applied or evaluations is None else evaluations.first
 
     def _evaluations(self, closure: Callable[[], Any], scale: LossScale) -> GuardedClosure:
@@ -192,7 +193,9 @@ class GuardedOptimizer(Optimizer):
         return self.base_optimizer.step() if evaluations is None else evaluations.run(self.base_optimizer)
 
     def _after_step(self) -> None:
-        record = self._guard.records[-1]
+        record = self._guard.chronicle.records[-1]
+        overflowed = [ballot.overflowed for ballot in self._guard.session.agreement.ballots]
+        self._scaling.share(self, overflowed, place=self._guard.peers.place)
         if record.action == "rollback":
             self._scaling.forgive(self)
         if not record.applied:
@@ -220,12 +223,12 @@ class GuardedOptimizer(Optimizer):
     @property
     def last_record(self) -> StepRecord | None:
         """The record of the last ``step()``; None before the first."""
-        return self._guard.records[-1] if self._guard.records else None
+        return self._guard.chronicle.records[-1] if self._guard.chronicle.records else None
 
     @property
     def reports(self) -> list[SpikeReport]:
         """Reports so far, oldest first; the newest hundred."""
-        return list(self._guard.reports)
+        return list(self._guard.chronicle.reports)
 
     def veto(self, reason: str) -> None:
         """Asks every rank to skip the coming step; it counts towards no budget. Not a collective."""

@@ -7,11 +7,13 @@ otherwise a guard, and every other rank with it, would not learn of the overflow
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from stabilityguard.errors import ConfigurationError
 from stabilityguard.measure.gradients import GradientReader
 from stabilityguard.measure.window import LossScale
 
@@ -58,11 +60,36 @@ class LossScaling:
         if scale.at_step is not None:
             reader.scale_(scale.at_step.double().reciprocal().float())
 
+    def share(self, guarded: Optimizer, overflowed: Sequence[bool], *, place: int) -> None:
+        """Tells the scaler of an overflow that only other ranks saw, so that all scales stay alike.
+
+        Args:
+            guarded: the optimizer as the scaler knows it.
+            overflowed: whether each rank's scaler saw an overflow.
+            place: this rank's index among them.
+
+        Raises:
+            ConfigurationError: the ranks' scalers saw different things, and the scaler is unknown here.
+        """
+        if len(set(overflowed)) == 1:
+            return
+        if self._scaler is None:
+            raise ConfigurationError(
+                f"the GradScaler of rank {overflowed.index(True)} saw an overflow that others did not, so that their "
+                "scales would go apart; pass scaler= to GuardedOptimizer on every rank"
+            )
+        if not overflowed[place]:
+            self._write_flags(guarded, 1.0)
+
     def forgive(self, guarded: Optimizer) -> None:
         """Makes the scaler forget an overflow whose step was rolled back together with the scaler."""
         if self._scaler is not None and self._scaler.is_enabled():
-            for flag in self._scaler._per_optimizer_states[id(guarded)]["found_inf_per_device"].values():
-                flag.zero_()
+            self._write_flags(guarded, 0.0)
+
+    def _write_flags(self, guarded: Optimizer, value: float) -> None:
+        assert self._scaler is not None
+        for flag in self._scaler._per_optimizer_states[id(guarded)]["found_inf_per_device"].values():
+            flag.fill_(value)
 
 
 def has_overflowed(scale: LossScale) -> bool:

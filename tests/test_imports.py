@@ -20,7 +20,14 @@ RANKS = [
     {"stabilityguard.detect", "stabilityguard.recover.breaker"},
     {"stabilityguard.measure", "stabilityguard.distributed"},
     {"stabilityguard.recover", "stabilityguard.report"},
-    {"stabilityguard.case", "stabilityguard.guard", "stabilityguard.inquest", "stabilityguard.council"},
+    {
+        "stabilityguard.groups",
+        "stabilityguard.inquest",
+        "stabilityguard.council",
+        "stabilityguard.case",
+        "stabilityguard.chronicle",
+        "stabilityguard.guard",
+    },
     {
         "stabilityguard.closures",
         "stabilityguard.arguments",

@@ -47,7 +47,7 @@ ROW = (
 )
 """Fields of a rank's row, in order."""
 
-_FLAGS = ("scaled", "vetoed", "changed", "has_target")
+_FLAGS = ("scaled", "vetoed", "changed", "has_target", "joined")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,9 @@ class Ballot:
 
     has_target: bool = False
     """Whether it could roll back."""
+
+    joined: bool = False
+    """Whether it has run out of data, and makes this step only for the others' sake."""
 
     signals: int = 0
     """Bits for what the operating system has told it; none is set yet."""

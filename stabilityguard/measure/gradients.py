@@ -81,6 +81,14 @@ class GradientReader:
         raw = self._raw(gradients, squares.device)
         return Measurement(squares=squares, raw=raw, present=plan.layers_present, stamp=stamp)
 
+    def nothing(self) -> Measurement:
+        """What there is to be measured where no gradient is present."""
+        layers, elements = len(self.table.places), self.table.census.partial_elements
+        zeros = torch.zeros(layers + elements, dtype=torch.float64, device="cpu")
+        absent = torch.zeros(layers, dtype=torch.bool, device="cpu")
+        raw = zeros[layers:] if elements else None
+        return Measurement(squares=zeros[:layers], raw=raw, present=absent, stamp=([], [], []))
+
     def finds_new_partial(self) -> bool:
         """Whether a gradient is Partial, or no longer so, other than the census knows."""
         if not self._may_be_partial:

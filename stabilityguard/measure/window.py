@@ -114,6 +114,17 @@ class GradientWindow:
         self.forget()
         return sight
 
+    def nothing(self) -> Sight:
+        """What a step without gradients looks like."""
+        self.forget()
+        return Sight(
+            looks=(_Look(measurement=self.reader.nothing(), findings={}),),
+            own=None,
+            fired=(),
+            scale=LossScale(),
+            passes=0,
+        )
+
     @torch.no_grad()
     def examine(self, sight: Sight, layers: Sequence[int], *, found: bool) -> dict[int, Finding]:
         """What is wrong here with those of ``layers`` that are not finite here, nearest the loss first.

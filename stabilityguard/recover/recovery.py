@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from stabilityguard.config import SnapshotPolicy
 from stabilityguard.detect.detector import State
+from stabilityguard.distributed.shards import local_part
 from stabilityguard.recover.buffers import BufferKeeper, owned_buffers
 from stabilityguard.recover.snapshots import Snapshot, SnapshotRing
 from stabilityguard.recover.state import Stateful, TrainingState
@@ -122,4 +123,4 @@ class Recovery:
             self._versions_at_begin = self._versions()
 
     def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        return [local_part(parameter)._version for parameter in self._parameters]

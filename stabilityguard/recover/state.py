@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabilityguard.distributed.shards import local_part
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.recover.buffers import BufferSlot
 from stabilityguard.recover.generators import read_generators, write_generators
@@ -62,13 +63,13 @@ class TrainingState:
         self._tracked = tracked
 
     def tensors(self) -> dict[Place, Tensor]:
-        """The live bulk tensors, detached: parameters, buffers and the optimizer's tensors."""
+        """The live bulk tensors on this rank, detached: parameters, buffers and the optimizer's tensors."""
         found: dict[Place, Tensor] = {}
         for i, parameter in enumerate(self._parameters):
-            found["parameter", i, ""] = parameter.detach()
+            found["parameter", i, ""] = local_part(parameter.detach())
             for name, value in self._entries(parameter).items():
                 if isinstance(value, Tensor):
-                    found["optimizer", i, name] = value.detach()
+                    found["optimizer", i, name] = local_part(value.detach())
         for name, slot in self._buffers.items():
             if (buffer := slot.tensor) is not None:
                 found["buffer", name, ""] = buffer
@@ -78,7 +79,7 @@ class TrainingState:
         """A copy of everything else."""
         return SmallState(
             groups=[self._copied({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups],
-            optimizer={key: self._copied(self._without_bulk(key, e)) for key, e in self._optimizer.state.items()},
+            optimizer={key: self._copied(self._without_bulk(key, e)) for key, e in self._entries_by_owner.items()},
             tracked={name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._tracked.items()},
             generators=read_generators(),
         )
@@ -95,7 +96,7 @@ class TrainingState:
             if room == "buffer":
                 self._buffers[str(owner)].put(saved)
             elif room == "parameter":
-                pairs.append((self._parameters[int(owner)].detach(), saved))
+                pairs.append((local_part(self._parameters[int(owner)].detach()), saved))
             else:
                 pairs += self._entry_pair(self._parameters[int(owner)], name, saved)
         for target, source in pairs:
@@ -115,17 +116,27 @@ class TrainingState:
             return entries
         return {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
 
+    @property
+    def _entries_by_owner(self) -> Any:
+        """The optimizer's state; ZeroRedundancyOptimizer keeps that of its own parameters in one that it wraps."""
+        inner = vars(self._optimizer).get("optim")
+        return inner.state if isinstance(inner, Optimizer) else self._optimizer.state
+
     def _entries(self, parameter: nn.Parameter) -> dict[str, Any]:
-        entries = self._optimizer.state.get(parameter)
+        entries = self._entries_by_owner.get(parameter)
         return entries if isinstance(entries, dict) else {}
 
     def _entry_pair(self, parameter: nn.Parameter, name: str, saved: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The live tensor to write ``saved`` into; a missing or reshaped one is made anew, which leaves no pair."""
-        entries = self._optimizer.state[parameter]
+        entries = self._entries_by_owner[parameter]
         live = entries.get(name)
-        if isinstance(live, Tensor) and (live.shape, live.dtype) == (saved.shape, saved.dtype):
-            return [(live.detach(), saved)]
-        entries[name] = saved.to(parameter.device, copy=True) if saved.dim() else saved.clone()
+        if isinstance(live, Tensor):
+            local = local_part(live.detach())
+            if (local.shape, local.dtype) == (saved.shape, saved.dtype):
+                return [(local, saved)]
+        entries[name] = (
+            _like_parameter(saved.to(parameter.device, copy=True), parameter) if saved.dim() else saved.clone()
+        )
         return []
 
     def _forget_entries(self, tensors: Mapping[Place, Tensor]) -> None:
@@ -140,7 +151,7 @@ class TrainingState:
             _restore_group(group, self._copied(saved))
         for name, stateful in self._tracked.items():
             stateful.load_state_dict(copy.deepcopy(small.tracked[name]))
-        state = self._optimizer.state
+        state = self._entries_by_owner
         for key in [key for key in state if key not in small.optimizer]:
             del state[key]
         for key, others in small.optimizer.items():
@@ -173,6 +184,19 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:  # a lock, a handle: no state that could be rewound
         return value
+
+
+def _like_parameter(local: Tensor, parameter: Any) -> Tensor:
+    """``local`` as a shard like that of ``parameter`` where that is one."""
+    own = local_part(parameter)
+    if own is parameter or own.shape != local.shape:
+        return local
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (loaded already, and only then)
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def _with_tensors_of(live: Any, others: Any) -> Any:

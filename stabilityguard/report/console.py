@@ -94,6 +94,8 @@ def alert_lines(report: SpikeReport) -> list[str]:
     if record.trigger_layer is not None:
         trigger = report.details["trigger"]
         lines.append(f"Grad norm      : {number(float(trigger['norm']))}  ({'; '.join(_expectation(trigger))})")
+    if len(record.rank_losses) > 1:
+        lines.append(f"Bad ranks      : {', '.join(map(str, record.bad_ranks)) or '(cannot be told)'}")
     lines.append(f"Action taken   : {_action(record)}")
     if record.action != "skip":
         lines.append(f"Reason         : {record.reason}")

@@ -143,5 +143,6 @@ def _line(record: StepRecord) -> dict[str, Any]:
         "loss": record.loss,
         "lr": record.lr,
         "restored_step": record.restored_step,
+        "bad_ranks": list(record.bad_ranks) if len(record.rank_losses) > 1 and record.bad_ranks else None,
     }
     return {key: value for key, value in line.items() if value is not None}

@@ -81,13 +81,13 @@ class StepRecord:
     """L2 norm over all layers of this optimizer, before any clipping."""
 
     loss: float | None = None
-    """Mean of the losses seen since the last step; None if none was seen."""
+    """Mean of the losses seen since the last step, over micro-batches and ranks; None if none was seen."""
 
     rank_losses: tuple[float | None, ...] = ()
-    """The loss of every rank."""
+    """That of each rank, in the order of the process group."""
 
     bad_ranks: tuple[int, ...] = ()
-    """Ranks on which the fault arose."""
+    """Global ranks on which the fault arose; empty for a healthy step, or where it cannot be told."""
 
     restored_step: int | None = None
     """The step at whose end the restored state was taken, for a rollback."""

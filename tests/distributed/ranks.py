@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 
 import torch
 import torch._dynamo  # before the fork: its import takes longer than most of the tests
@@ -68,6 +69,8 @@ def _collect(receivers, processes, deadline):
 
 def _work(rank, store, ranks, timeout, sender, function, arguments):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    warnings.filterwarnings("ignore", module=r"torch\b")  # what torch says of itself
+    warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
