@@ -29,7 +29,7 @@ class Chronicle:
     def report(
         self, case: Case, outcome: Outcome[Any], record: StepRecord, *, optimizer: str, groups: Sequence[dict[str, Any]]
     ) -> SpikeReport:
-        """Tells of a trip, before its step is noted; ``groups`` are the hyperparameters that the ``optimizer`` class had."""
+        """Tells of a trip, before its step is noted; ``optimizer`` is a class, ``groups`` its hyperparameters then."""
         statistics = case.statistics
         evidence = statistics.evidence or ()
         details = describe_spike(

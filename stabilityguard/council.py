@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from stabilityguard.config import GuardConfig
 from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.consensus import Agreement, Ballot, Consensus
-from stabilityguard.distributed.digest import check_alike
+from stabilityguard.distributed.digest import check_alike, named_ranks
 from stabilityguard.distributed.drift import check_replicas, checksums
 from stabilityguard.distributed.peers import Peers
+from stabilityguard.errors import ConfigurationError
 from stabilityguard.inquest import Readings, Testimony, read, settle, testify
 from stabilityguard.measure.window import GradientWindow, Sight, shares_of
 
@@ -99,3 +102,19 @@ class Council:
             self._window, session.sight, layers, ballot, found=session.readings.found, evidence=self._witness()
         )
         return self.peers.gather(testimony, f"telling what it saw in step {ballot.step}")
+
+
+def check_settings(peers: Peers, config: GuardConfig) -> None:
+    """Raises ConfigurationError, on every rank, where they were asked to judge differently. Collective calls."""
+    asked = peers.gather({k: v for k, v in asdict(config).items() if k not in _PRIVATE}, "comparing settings")
+    for name in asked[0]:
+        values: dict[str, list[int]] = defaultdict(list)
+        for rank, settings in zip(peers.ranks, asked, strict=True):
+            values[repr(settings[name])].append(rank)
+        if len(values) > 1:
+            told = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in values.items())
+            raise ConfigurationError(f"{name} differs over ranks: {told}; pass the same value on every rank")
+
+
+_PRIVATE = ("log_dir", "log_every", "verbose")
+"""Settings that need not be the same on all ranks."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from stabilityguard.case import BadEvaluation, Case, Outcome, make_error, make_record
 from stabilityguard.chronicle import Chronicle
 from stabilityguard.config import GuardConfig
-from stabilityguard.council import Council, Session
+from stabilityguard.council import Council, Session, check_settings
 from stabilityguard.detect.detector import Detector, State, realign
 from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
@@ -76,6 +76,7 @@ class Guard:
         self._in_step = False
         self._shard_of = shard_of
         self._decided: object = None
+        check_settings(peers, config)
         table = self._count()  # refuses the wrong model before any hook is set
         self._forward = ForwardObserver(model, self._forward_begins)
         self._joined_rank = JoinedRank(model, self.shadow_step) if len(peers) > 1 else None

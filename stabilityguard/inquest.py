@@ -88,6 +88,7 @@ def testify(
     scale = (ballot.scale_found if found and len(sight.looks) > 1 else ballot.scale_left) or 1.0
     findings = {layer: _unscaled(f, scale) for layer, f in window.examine(sight, layers, found=found).items()}
     shares = {layer: norm / scale for layer, norm in _norms(look.measurement, layers).items()}
+    own = _norms_before_reduction(sight, layers)
     reached = {layer: i for i, layer in enumerate(sight.fired) if layer in layers}
     return Testimony(
         findings=findings,
@@ -99,7 +100,7 @@ def testify(
         order=tuple(sorted(reached, key=lambda layer: reached[layer])),
         evidence=Evidence(
             shares={**shares, **{layer: finding.norm for layer, finding in findings.items()}},
-            own=_norms_before_reduction(sight, layers),
+            own=None if own is None else {layer: norm / (ballot.scale_left or 1.0) for layer, norm in own.items()},
             is_unreduced=sight.own is not None,
             **evidence,  # type: ignore[arg-type]
         ),
@@ -113,7 +114,7 @@ def _norms(measurement: Measurement, layers: Sequence[int]) -> dict[int, float]:
 
 def _norms_before_reduction(sight: Sight, layers: Sequence[int]) -> dict[int, float] | None:
     if sight.own is not None:
-        return _norms(sight.own, layers)
+        return sight.own.of_layers(layers)
     return _norms(sight.looks[0].measurement, layers) if len(sight.looks) > 1 else None
 
 

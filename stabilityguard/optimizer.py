@@ -23,7 +23,7 @@ from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.peers import ALONE, Peers
-from stabilityguard.distributed.shards import ShardOf
+from stabilityguard.distributed.shards import ShardOf, local_part
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.groups import parameters_of
 from stabilityguard.guard import Guard
@@ -216,7 +216,8 @@ class GuardedOptimizer(Optimizer):
         rates = [group.get("lr") for group in self.param_groups]
         if any(rate is None or float(rate) != 0.0 for rate in rates) or self._guard.window.measured:
             return False
-        return all(p.grad is None or not p.grad.any() for group in self.param_groups for p in group["params"])
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return all(p.grad is not None and not local_part(p.grad).any() for p in trained)
 
     # What the guard knows ---------------------------------------------------------------------------------------
 

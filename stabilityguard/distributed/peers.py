@@ -73,6 +73,21 @@ class Peers:
         return values
 
     @contextlib.contextmanager
+    def sharing_errors(self, doing: str) -> Iterator[None]:
+        """Raises ConfigurationError on every rank if the block does so on one. Collective calls at the block's end."""
+        problem: ConfigurationError | None = None
+        try:
+            yield
+        except ConfigurationError as error:
+            problem = error
+        problems = self.gather(None if problem is None else str(problem), doing)
+        if problem is not None:
+            raise problem
+        for rank, text in zip(self.ranks, problems, strict=True):
+            if text is not None:
+                raise ConfigurationError(f"rank {rank}: {text}")
+
+    @contextlib.contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield

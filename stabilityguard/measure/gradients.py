@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 
@@ -47,6 +48,25 @@ class Measurement:
         return bool(self.stamp[1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Glance:
+    """The norms of the gradients of one moment, not yet brought together: cheap to take, to be read in need."""
+
+    norms: Sequence[Tensor]
+    """0-dim: one for each gradient, in float32, true to 1e-3 at least."""
+
+    layers: Sequence[int]
+    """Of each norm."""
+
+    def of_layers(self, layers: Iterable[int]) -> dict[int, float]:
+        """The L2 norms of these layers on this rank. Waits for the device."""
+        of_layer: dict[int, list[float]] = {layer: [] for layer in layers}
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            if layer in of_layer:
+                of_layer[layer].append(float(norm))
+        return {layer: math.hypot(*norms) for layer, norms in of_layer.items()}
+
+
 class GradientReader:
     """Reads the gradient of every shard of a layer table."""
 
@@ -80,6 +100,17 @@ class GradientReader:
         stamp = absent, list(map(weakref.ref, present)), self._versions(present)
         raw = self._raw(gradients, squares.device)
         return Measurement(squares=squares, raw=raw, present=plan.layers_present, stamp=stamp)
+
+    def glance(self) -> Glance:
+        """Takes the norms of the dense gradients on this rank. Neither a collective nor a wait for the device."""
+        gradients = self._gradients()
+        there = [i for i, g in enumerate(gradients) if g is not None and not g.is_sparse]
+        values = self._values(gradients, _present(gradients))
+        if len(values) > len(there):  # some are sparse
+            values = [value for value in values if not value.is_sparse]
+        return Glance(
+            norms=torch._foreach_norm(values) if values else [], layers=[self.table.layer_of[i] for i in there]
+        )
 
     def nothing(self) -> Measurement:
         """What there is to be measured where no gradient is present."""

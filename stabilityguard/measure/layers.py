@@ -45,9 +45,11 @@ class LayerTable:
         """Groups ``parameters`` by the layers of ``model``. A collective over ``peers``, unless alone.
 
         Raises:
-            ConfigurationError: the model holds none of the parameters, or some have no shape yet.
+            ConfigurationError: the model holds none of the parameters, or some have no shape yet; on every rank, also
+                where it is so on one.
         """
-        shards = find_shards(model, parameters, shard_of)
+        with peers.sharing_errors("finding the shards that it holds"):
+            shards = find_shards(model, parameters, shard_of)
         census = Census.take(shards, peers)
         places = {name: i for i, name in enumerate(census.layers)}
         torchs_own = {name for name, module in named_layers(model) if _uses_all_or_none(module)}

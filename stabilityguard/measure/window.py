@@ -12,7 +12,7 @@ from torch import Tensor
 from stabilityguard.detect.statistics import Finding
 from stabilityguard.distributed.consensus import Shares
 from stabilityguard.measure.backward import EndOfBackward
-from stabilityguard.measure.gradients import GradientReader, Measurement
+from stabilityguard.measure.gradients import Glance, GradientReader, Measurement
 from stabilityguard.measure.layers import LayerTable
 
 
@@ -51,7 +51,7 @@ class Sight:
     looks: tuple[_Look, ...]
     """As backward left them, and as ``step()`` finds them; one where both are the same."""
 
-    own: Measurement | None
+    own: Glance | None
     """As this rank alone had produced them, before a wrapper reduced them; None where that could not be had."""
 
     fired: tuple[int, ...]
@@ -82,7 +82,7 @@ class GradientWindow:
         self._on_backward_end = on_backward_end
         self._trigger = EndOfBackward(table, self._backward_ended, self._backward_ending if sees_own else None)
         self._left: _Look | None = None
-        self._own: Measurement | None = None
+        self._own: Glance | None = None
         self._passes = 0
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class GradientWindow:
 
     @torch.no_grad()
     def _backward_ending(self) -> None:
-        self._own = self.reader.read()
+        self._own = self.reader.glance()
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
