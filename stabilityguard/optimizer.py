@@ -22,6 +22,7 @@ from stabilityguard.closures import GuardedClosure, climbs_first
 from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
+from stabilityguard.distributed.digest import named_ranks
 from stabilityguard.distributed.peers import ALONE, Peers
 from stabilityguard.distributed.shards import ShardOf, local_part
 from stabilityguard.errors import ConfigurationError
@@ -140,6 +141,7 @@ class GuardedOptimizer(Optimizer):
         self.base_optimizer, self._parts = base, parts
         self._scaling = LossScaling(scaler)
         self._closed = False
+        self._lost_peers: tuple[int, ...] = ()
         if climbs_first(base):
             log.warning("%s.first_step() and second_step() are not guarded; use step(closure)", type(base).__name__)
 
@@ -166,6 +168,8 @@ class GuardedOptimizer(Optimizer):
         """
         if closure is not None and not callable(closure):
             raise ConfigurationError(f"step() takes a closure, but got {closure!r}; pass a loss as step(loss=loss)")
+        if self._lost_peers and not self._closed:
+            self._find_peers()
         scale = self._scaling.read(self)
         if self._closed or self._only_creates_state(closure):
             return self._pass_through(closure, scale)
@@ -301,8 +305,24 @@ class GuardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but hooks, snapshots, reports and sinks."""
-        return {"base_optimizer": self.base_optimizer, "parts": self._parts, "guard": self._guard.state_dict()}
+        ranks = self._guard.peers.ranks
+        guard = self._guard.state_dict()
+        return {"base_optimizer": self.base_optimizer, "parts": self._parts, "guard": guard, "ranks": ranks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._assemble(state["base_optimizer"], state["parts"], (), ALONE)
         self._guard.load_state_dict(state["guard"])
+        self._lost_peers = state["ranks"] if len(state["ranks"]) > 1 else ()
+
+    def _find_peers(self) -> None:
+        """Has a copy decide with the ranks that the original decided with. A collective over them."""
+        peers = Peers.of(None, parameters_of(self.base_optimizer))
+        if peers.ranks != self._lost_peers:
+            raise ConfigurationError(
+                f"a copy of a guard over {named_ranks(self._lost_peers)}, and there are {len(peers)} ranks here; "
+                "make a new GuardedOptimizer instead"
+            )
+        guard = self._guard.state_dict()
+        self._guard.close()
+        self._assemble(self.base_optimizer, self._parts, (), peers)
+        self._guard.load_state_dict(guard)
