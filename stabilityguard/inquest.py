@@ -51,15 +51,14 @@ class Testimony:
 def read(agreement: Agreement) -> Readings:
     """The norms to judge: the larger of the two looks, but not what clipping by a non-finite norm has left.
 
-    Gradients that differ over ranks when backward ends and are alike at ``step()`` were reduced by hand in between, and
-    are the model's only then.
+    Layers whose replicas differ when backward ends and are alike at ``step()`` were reduced by hand in between; their
+    gradients are the model's only then.
     """
     left, found = agreement.left.sqrt(), agreement.found.sqrt()
     suspects = _not_finite(left)
     if suspects:
         return Readings(norms=left, norms_at_step=left, suspects=suspects, found=False)
-    reduced = _were_reduced(agreement.ballots)
-    norms = found if reduced else torch.maximum(left, found)  # NaN wins
+    norms = torch.where(agreement.reduced, found, torch.maximum(left, found))  # NaN wins
     return Readings(norms=norms, norms_at_step=found, suspects=_not_finite(found), found=True)
 
 
@@ -67,11 +66,6 @@ def _not_finite(norms: Tensor) -> tuple[int, ...]:
     if math.isfinite(float(norms.sum())):
         return ()
     return tuple(norms.isfinite().logical_not().nonzero().flatten().tolist())
-
-
-def _were_reduced(ballots: Sequence[Ballot]) -> bool:
-    left, found = {ballot.left_total for ballot in ballots}, {ballot.found_total for ballot in ballots}
-    return len(left) > 1 and len(found) == 1
 
 
 def testify(

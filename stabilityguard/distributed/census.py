@@ -24,6 +24,9 @@ class _Holding:
 
     elements: int
 
+    by_hand: bool
+    """Whether nothing but the user's own code could reduce the gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartialGradient:
@@ -67,13 +70,23 @@ class Census:
     replicated: tuple[bool, ...]
     """Whether all that hold anything of a layer hold the whole of it."""
 
+    is_reduced_by_hand: bool
+    """Whether some replicas' gradients are reduced by the user's own code, if at all: collectives leave no trace on the
+    version of a tensor, so that gradients have to be read again at ``step()``."""
+
     partial: tuple[PartialGradient, ...]
     replicas: tuple[ReplicaSet, ...]
 
     @classmethod
-    def take(cls, shards: Sequence[Shard], peers: Peers) -> Census:
-        """Counts. A collective over ``peers``."""
-        mine = [_holding(shard) for shard in shards]
+    def take(cls, shards: Sequence[Shard], peers: Peers, *, is_wrapped: bool) -> Census:
+        """Counts. A collective over ``peers``.
+
+        Args:
+            shards: this rank's.
+            peers: all ranks.
+            is_wrapped: whether a wrapper reduces the gradients of plain tensors.
+        """
+        mine = [_holding(shard, is_wrapped=is_wrapped) for shard in shards]
         told = [mine] if len(peers) == 1 else peers.gather(mine, "telling which shards it holds")
         layers = tuple(dict.fromkeys(holding.key[0] for of_rank in told for holding in of_rank))
         places = {name: i for i, name in enumerate(layers)}
@@ -93,6 +106,7 @@ class Census:
                 all(len(some) == len(ranks) for some in by_layer[name])
                 for name, ranks in zip(layers, of_layer, strict=True)
             ),
+            is_reduced_by_hand=any(h.by_hand and len(holders[h.key]) > 1 for of_rank in told for h in of_rank),
             partial=_partial(told, shards, places, Counter({key: len(ranks) for key, ranks in holders.items()})),
             replicas=_replica_sets(holders, shards),
         )
@@ -103,11 +117,12 @@ class Census:
         return sum(gradient.elements.stop - gradient.elements.start for gradient in self.partial)
 
 
-def _holding(shard: Shard) -> _Holding:
+def _holding(shard: Shard, *, is_wrapped: bool) -> _Holding:
     gradient = shard.parameter.grad
     terms = None if gradient is None else partial_terms(gradient)
     elements = 0 if gradient is None or terms is None else _real_elements(shard.local(gradient))
-    return _Holding(key=shard.key, terms=terms, elements=elements)
+    by_hand = not is_wrapped and shard.is_plain
+    return _Holding(key=shard.key, terms=terms, elements=elements, by_hand=by_hand)
 
 
 def _real_elements(values: Tensor) -> int:

@@ -5,10 +5,11 @@ The vector, float64, one field after another:
     left         L          squared layer norms that backward left: this rank's share, unscaled
     found        L          the same as ``step()`` finds them
     present      L          1 / (ranks that hold the layer) where it has a gradient here, else 0
+    spreads      2 L or 0   squares of both shares, where replicas may be reduced by hand
     left raw     E          elements of Partial gradients that backward left, to be summed before they are squared
     found raw    E          the same as ``step()`` finds them
     checksums    one for each member of each replica set; 0 but in steps that look for drift
-    rows         R x 14     one row for each rank, 0 but for its own, with the fields of ``ROW``
+    rows         R x 12     one row for each rank, 0 but for its own, with the fields of ``ROW``
 
 Sums of squares are their own flags: they only grow, so that a NaN or an Inf of any rank shows in the sum. Rows have one
 writer each, since sums over ranks cancel (inf - inf) and round. Whole numbers up to 2^53 travel exactly.
@@ -42,8 +43,6 @@ ROW = (
     "scale_left",
     "scale_found",
     "passes",
-    "left_total",
-    "found_total",
 )
 """Fields of a rank's row, in order."""
 
@@ -117,10 +116,6 @@ class Ballot:
     scale_left: float | None = None
     scale_found: float | None = None
     passes: int = 0
-    left_total: float = 0.0
-    """Its share in the squared global norm that backward left, before Partial gradients."""
-
-    found_total: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +131,9 @@ class Agreement:
     present: Tensor
     """bool, shape (L,): layers with a gradient on any rank."""
 
+    reduced: Tensor
+    """bool, shape (L,): layers whose replicas differed when backward ended, and are alike at ``step()``."""
+
     ballots: tuple[Ballot, ...]
     """By place among the peers."""
 
@@ -150,7 +148,8 @@ class Consensus:
         self._peers, self._layers = peers, len(census.layers)
         members = [len(replicas.members) for replicas in census.replicas] if len(peers) > 1 else []
         elements = census.partial_elements
-        sizes = [self._layers] * 3 + [elements] * 2 + [sum(members), len(peers) * len(ROW)]
+        spreads = self._layers if census.is_reduced_by_hand else 0
+        sizes = [self._layers] * 3 + [spreads, spreads, elements, elements, sum(members), len(peers) * len(ROW)]
         self._sizes, self._members = sizes, members
         ends = list(accumulate(sizes))
         self._length, self._rows_at = ends[-1], ends[-2]
@@ -178,10 +177,13 @@ class Consensus:
     def _pack(self, shares: Shares, ballot: Ballot, checksums: Sequence[Tensor]) -> Tensor:
         device = self._peers.device if len(self._peers) > 1 else shares.left.device
         vector = torch.zeros(self._length, dtype=torch.float64, device=device)
-        left, found, present, left_raw, found_raw, sums, _ = torch.split(vector, self._sizes)
+        left, found, present, left_spread, found_spread, left_raw, found_raw, sums, _ = self._split(vector)
         left.copy_(shares.left)
         found.copy_(shares.found)
         present.copy_(shares.present * self._shares)
+        if left_spread.numel():
+            left_spread.copy_(shares.left.square())
+            found_spread.copy_(shares.found.square())
         if left_raw.numel():
             assert shares.left_raw is not None
             assert shares.found_raw is not None
@@ -201,28 +203,42 @@ class Consensus:
             value = getattr(shares, name)
             if value is not None:
                 row[ROW.index(name)].copy_(value.reshape(()))
-        row[-2].copy_(shares.left.sum())
-        row[-1].copy_(shares.found.sum())
+
+    def _split(self, vector: Tensor) -> Sequence[Tensor]:
+        return torch.split(vector, self._sizes)
 
     def _unpack(self, vector: Tensor) -> Agreement:
-        left, found, present, left_raw, found_raw, sums, rows = torch.split(vector, self._sizes)
+        fields = self._split(vector)
+        (left, found), (left_raw, found_raw) = fields[:2], fields[5:7]
         if left_raw.numel():
             layer_of_element = self._layer_of_element.to(vector.device)
             left.index_add_(0, layer_of_element, left_raw.square())
             found.index_add_(0, layer_of_element, found_raw.square())
-        if vector.device.type != "cpu":
-            on_host = torch.cat([left, found, present, sums, rows]).cpu()
-            sizes = [self._sizes[i] for i in (0, 1, 2, 5, 6)]
-            left, found, present, sums, rows = torch.split(on_host, sizes)
+        left, found, present, left_spread, found_spread, sums, rows = _to_host([*fields[:5], *fields[7:]])
+        reduced = self._find_reduced(left, found, present, left_spread, found_spread)
         self._complete(left, found, present)
         checksums = torch.split(sums.long(), self._members) if self._members else ()
         return Agreement(
             left=left,
             found=found,
             present=present > 0,
+            reduced=reduced,
             ballots=tuple(_read_row(row) for row in rows.view(-1, len(ROW)).tolist()),
             checksums=tuple(tuple(of_set.tolist()) for of_set in checksums),
         )
+
+    def _find_reduced(
+        self, left: Tensor, found: Tensor, present: Tensor, left_spread: Tensor, found_spread: Tensor
+    ) -> Tensor:
+        """Replicas are alike where Cauchy and Schwarz are: n times the sum of squares is the square of the sum."""
+        if not left_spread.numel():
+            return torch.zeros(self._layers, dtype=torch.bool, device="cpu")
+        holders = present / self._shares
+        were_alike, are_alike = (
+            (holders * spread - total.square()).abs() <= 1e-12 * total.square()
+            for spread, total in ((left_spread, left), (found_spread, found))
+        )
+        return self._replicated & are_alike & ~were_alike
 
     def _complete(self, left: Tensor, found: Tensor, present: Tensor) -> None:
         """Where some replicas of a layer have no gradient, the norm is that of the ones that do (root mean square)."""
@@ -230,6 +246,13 @@ class Consensus:
         if len(self._peers) > 1 and bool(some.any()):
             left[some] /= present[some]
             found[some] /= present[some]
+
+
+def _to_host(fields: Sequence[Tensor]) -> Sequence[Tensor]:
+    """All in one copy, unless they are there."""
+    if fields[0].device.type == "cpu":
+        return fields
+    return torch.split(torch.cat(list(fields)).cpu(), [field.numel() for field in fields])
 
 
 def _read_row(values: Sequence[float]) -> Ballot:
@@ -246,7 +269,5 @@ def _read_row(values: Sequence[float]) -> Ballot:
         scale_left=row["scale_left"] or None,
         scale_found=row["scale_found"] or None,
         passes=int(row["passes"]),
-        left_total=row["left_total"],
-        found_total=row["found_total"],
         **{name: bool(flags >> i & 1) for i, name in enumerate(_FLAGS)},
     )

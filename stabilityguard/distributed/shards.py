@@ -49,6 +49,11 @@ class Shard:
         """What the same elements have in common over ranks."""
         return self.layer, self.name, self.identity
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an ordinary tensor, of which no wrapper knows."""
+        return self.trigger is None and local_part(self.parameter) is self.parameter
+
     def local(self, tensor: Tensor) -> Tensor:
         """The same part of ``tensor``, which is the parameter or its gradient, as a plain tensor on this rank."""
         whole = local_part(tensor)

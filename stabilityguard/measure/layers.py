@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stabilityguard.distributed.census import Census
 from stabilityguard.distributed.peers import ALONE, Peers
 from stabilityguard.distributed.shards import Shard, ShardOf, find_shards
-from stabilityguard.measure.modules import named_layers
+from stabilityguard.measure.modules import named_layers, reduces_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class LayerTable:
         """
         with peers.sharing_errors("finding the shards that it holds"):
             shards = find_shards(model, parameters, shard_of)
-        census = Census.take(shards, peers)
+        census = Census.take(shards, peers, is_wrapped=reduces_gradients(model))
         places = {name: i for i, name in enumerate(census.layers)}
         torchs_own = {name for name, module in named_layers(model) if _uses_all_or_none(module)}
         return cls(
@@ -70,6 +70,11 @@ class LayerTable:
     def parameters(self) -> tuple[Tensor, ...]:
         """The ``P`` parameters of the optimizer, each once, layer by layer."""
         return tuple(dict.fromkeys(shard.parameter for shard in self.shards))
+
+    @cached_property
+    def holds_elements(self) -> bool:
+        """Whether this rank holds any element at all."""
+        return any(shard.identity is not None for shard in self.shards)
 
     @cached_property
     def weights(self) -> Tensor:

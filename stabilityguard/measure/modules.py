@@ -39,6 +39,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
 
 
+def reduces_gradients(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel is at work in ``model``."""
+    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+
+
 def leaves_gradients_to_the_end(model: nn.Module) -> bool:
     """Whether DistributedDataParallel reduces copies of the gradients: until it ends, ``.grad`` is this rank's own."""
     wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]

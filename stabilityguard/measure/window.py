@@ -108,7 +108,7 @@ class GradientWindow:
     def look(self, scale: LossScale) -> Sight:
         """What is there to be judged; the next step starts afresh. Neither a collective nor a wait for the device."""
         looks = () if self._left is None else (self._left,)
-        if not self.measured or scale.unscaled_unseen:
+        if not self.measured or scale.unscaled_unseen or self.table.census.is_reduced_by_hand:
             looks = (*looks, _Look(measurement=self.reader.read(), findings=None))
         sight = Sight(looks=looks, own=self._own, fired=tuple(self._trigger.fired), scale=scale, passes=self._passes)
         self.forget()
@@ -160,7 +160,7 @@ class GradientWindow:
     def _backward_ended(self) -> None:
         measurement = self.reader.read()
         self._passes += 1
-        self.consumed = not measurement.has_gradients
+        self.consumed = not measurement.has_gradients and self.table.holds_elements
         on_cpu = measurement.squares.device.type == "cpu"
         findings = self._examine(measurement, self._trigger.fired) if on_cpu else None
         self._left = _Look(measurement=measurement, findings=findings)
@@ -207,16 +207,22 @@ def _overflow(scale: LossScale) -> Tensor | None:
 
 
 def _averaged(shares: Shares) -> Shares:
-    """The same, where ``step()`` finds the gradients divided by the number of backward passes.
+    """The same, where ``step()`` finds gradients divided by a number of backward passes.
 
-    That is no clipping that would hide something: pipelines and hand-written accumulation end so.
+    That is no clipping that would hide something: pipelines and hand-written accumulation end so. A rank that holds
+    several stages of a pipeline has made more passes than each of its layers has seen.
     """
-    mean = shares.left / shares.passes**2
-    total, found = mean.sum(), shares.found.sum()
-    is_mean = (total - found).abs() <= 1e-5 * total
-    raw = shares.left_raw
+    squares, raw = (shares.left, shares.found), (shares.left_raw, shares.found_raw)
+    most = shares.passes
     return replace(
         shares,
-        left=torch.where(is_mean, mean, shares.left),
-        left_raw=None if raw is None else torch.where(is_mean, raw / shares.passes, raw),
+        left=squares[0] / _divisors(*squares, lambda ratio: ratio.sqrt().round().square(), most**2),
+        left_raw=raw[0] if raw[0] is None or raw[1] is None else raw[0] / _divisors(raw[0], raw[1], torch.round, most),
     )
+
+
+def _divisors(left: Tensor, found: Tensor, rounded: Callable[[Tensor], Tensor], most: int) -> Tensor:
+    """By what each of ``left`` was divided to become ``found``: 1 unless that is a number of passes up to ``most``."""
+    divisor = rounded(left / found)
+    is_number = (divisor > 1) & (divisor <= most) & ((left - found * divisor).abs() <= 1e-5 * left.abs())
+    return torch.where(is_number, divisor, 1.0)

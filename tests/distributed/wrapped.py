@@ -1,5 +1,7 @@
 """One model in every wrapping, its true gradient norms, and a count of collectives."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -63,20 +65,54 @@ def rows(step, part=None, parts=1):
     return batch if part is None else batch[part * ROWS : (part + 1) * ROWS]
 
 
-def true_norms(step, parts, model=Odd):
-    """Layer norms of the unwrapped model in float64, on the whole batch."""
+def true_norms(step, parts, model=Odd, micro_batches=1):
+    """Layer norms of the unwrapped model in float64, on the whole batch; on several, from ``step`` on, if told so."""
     reference = make(model, torch.float64)
-    reference(rows(step, parts=parts).double()).backward()
+    for batch in range(step, step + micro_batches):
+        for part in range(parts):
+            (reference(rows(batch, part, parts).double()) / parts).backward()
     return norms_by_layer(reference)
 
 
 def norms_by_layer(model):
-    norms = {}
+    norms, seen = {}, set()
     for name, module in model.named_modules():
-        gradients = [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
-        if gradients:
-            norms[name or "(root)"] = float(torch.cat([g.flatten() for g in gradients]).norm())
+        own = [p for p in module.parameters(recurse=False) if p.grad is not None and p not in seen]
+        seen.update(own)
+        if own:
+            norms[name or "(root)"] = float(torch.cat([p.grad.flatten() for p in own]).norm())
     return norms
+
+
+def local_part(tensor):
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def local_gradients(model, unwrapped):
+    """This rank's gradients, to read or to write, as pairs of a layer's name in ``unwrapped`` and a plain tensor."""
+    for name, parameter in model.named_parameters():
+        name = name.replace("_fsdp_wrapped_module.", "")
+        name = name.removeprefix("module.") if isinstance(model, DistributedDataParallel) else name
+        layer, _, name = name.rpartition(".")
+        if parameter.grad is not None and name == "_flat_param":
+            yield from _pieces(parameter.grad, layer, unwrapped)
+        elif parameter.grad is not None:
+            yield layer or "(root)", local_part(parameter.grad)
+
+
+def _pieces(gradient, unit, unwrapped):
+    """The same for a flat parameter of FSDP 1: the blocks have one each, the root has the rest."""
+    parameters = [
+        (layer or "(root)", parameter.numel())
+        for name, parameter in unwrapped.named_parameters()
+        for layer, _, _ in [name.rpartition(".")]
+        if (f"{layer}.".startswith(f"{unit}.") if unit else not layer.startswith("blocks."))
+    ]
+    shards = round(sum(numel for _, numel in parameters) / gradient.numel())
+    start = -gradient.numel() * (dist.get_rank() % shards)
+    for layer, numel in parameters:
+        yield layer, gradient[max(0, start) : max(0, start + numel)]
+        start += numel
 
 
 def ddp(**options):
@@ -144,8 +180,50 @@ class Collectives(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.seen = []
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self):
+        """What happens meanwhile is not counted."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
+        if not self._is_paused and function.namespace in ("c10d", "_c10d_functional"):
             self.seen.append(function._opname)
         return function(*args, **(kwargs or {}))
+
+
+def collectives_of(optimizer, **arguments):
+    """The collectives of one ``step()``, without those of the base optimizer."""
+    base, seen = optimizer.base_optimizer, Collectives()
+    update = base.step
+
+    def uncounted(*args, **kwargs):
+        with seen.paused():
+            return update(*args, **kwargs)
+
+    base.step = uncounted
+    with seen:
+        optimizer.step(**arguments)
+    base.step = update
+    return seen.seen
+
+
+def in_full(record):
+    readings = record.layers
+    tensors = [t.tolist() for t in (readings.norms, readings.baselines, readings.ratios, readings.present)]
+    return repr((record, readings.places, tensors, readings.nan, readings.inf))
+
+
+def assert_alike(records):
+    told = {in_full(record) for record in records}
+    assert len(told) == 1, told
+
+
+def assert_norms(record, expected):
+    norms = record.layer_norms
+    assert norms.keys() == expected.keys(), (norms, expected)
+    errors = {layer: abs(norms[layer] - norm) / norm for layer, norm in expected.items()}
+    assert max(errors.values()) <= 1e-6, (errors, norms, expected)
