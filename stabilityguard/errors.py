@@ -71,7 +71,7 @@ class DisagreementError(StabilityGuardError, RuntimeError):
 
     Attributes:
         step: 1-based count of ``step()`` calls; nothing was applied in it.
-        ranks: global ranks that differ from the majority.
+        ranks: global ranks that differ from the majority; all of them where there is none.
     """
 
     def __init__(self, message: str, *, step: int, ranks: tuple[int, ...]) -> None:

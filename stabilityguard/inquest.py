@@ -81,14 +81,15 @@ def testify(
     look = sight.looks[-1] if found else sight.looks[0]
     scale = (ballot.scale_found if found and len(sight.looks) > 1 else ballot.scale_left) or 1.0
     findings = {layer: _unscaled(f, scale) for layer, f in window.examine(sight, layers, found=found).items()}
-    shares = {layer: norm / scale for layer, norm in _norms(look.measurement, layers).items()}
+    held = [layer for layer in layers if layer in window.table.held]
+    shares = {layer: norm / scale for layer, norm in _norms(look.measurement, held).items()}
     own = _norms_before_reduction(sight, layers)
     reached = {layer: i for i, layer in enumerate(sight.fired) if layer in layers}
     return Testimony(
         findings=findings,
         finite={
             layer: Finding(kind="finite", norm=shares[layer], elements=window.reader.elements(layer))
-            for layer in layers
+            for layer in held
             if layer not in findings
         },
         order=tuple(sorted(reached, key=lambda layer: reached[layer])),

@@ -42,8 +42,11 @@ def _telling_norms(
     if layer is None:
         return nothing, False
     shares = [e.shares.get(layer) for e in evidence]
-    if not replicated or _differ(shares):
-        return shares, replicated
+    held = [share for share in shares if share is not None]
+    if not replicated or len(held) < 2:
+        return shares, False
+    if _differ(held):
+        return shares, True
     if any(e.own is None for e in evidence):
         return nothing, False
     own = [e.own.get(layer) for e in evidence if e.own is not None]

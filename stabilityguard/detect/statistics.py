@@ -38,7 +38,7 @@ class Evidence:
     """What one rank alone knows about a fault."""
 
     shares: Mapping[int, float]
-    """Of the layers in question: its share in the layer's norm, as it was judged."""
+    """Of the layers in question that it holds: its share in the layer's norm, as it was judged."""
 
     own: Mapping[int, float] | None = None
     """The same for its own gradients, before anything was reduced over ranks; None where they were not seen."""

@@ -54,7 +54,9 @@ def check_alike(ballots: Sequence[Ballot], ranks: Sequence[int]) -> None:
                 f"the ranks disagree about {question}: {told}. Nothing was applied in step {own_step}. Did every rank "
                 "load the same checkpoint, and call step() equally often?",
                 step=own_step,
-                ranks=tuple(rank for of in sorted(answers.values(), key=len)[:-1] for rank in of),
+                ranks=tuple(
+                    r for r, b in zip(ranks, ballots, strict=True) if 2 * len(answers[answer(b)]) <= len(ranks)
+                ),
             )
 
 

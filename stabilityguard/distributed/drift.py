@@ -24,13 +24,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """0-dim int64 below 2^48, on the device: of the bits of all elements. Changing any one of them changes it."""
+    """0-dim int64 below 2^48, on the device: of the bits of all elements. A single flipped bit changes it."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else "cpu")
     for tensor in tensors:
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         bits = values.contiguous().view(_INTEGERS[values.element_size()])
         total = total * _MULTIPLIER + bits.sum(dtype=torch.int64).to(total.device)
-    return (total ^ (total >> 16)) & _MASK
+    return (total * _MULTIPLIER >> 16) & _MASK
 
 
 def checksums(replicas: Sequence[ReplicaSet], shards: Sequence[Shard]) -> list[Tensor]:

@@ -127,12 +127,11 @@ def _timeout_of(group: Any) -> timedelta | None:
 
 
 def _device_for(group: Any, parameters: Iterable[Tensor]) -> torch.device:
-    """The parameters' device if ``group`` takes tensors there, else one where it does."""
+    """The parameters' device if ``group`` takes tensors there, else the host if it does, else its accelerator."""
     supported = [device.type for device in group._device_types]
     for parameter in parameters:
         if parameter.device.type in supported:
             return parameter.device
-    accelerators = [kind for kind in supported if kind != "cpu"]
-    if not accelerators:
+    if "cpu" in supported:
         return torch.device("cpu")
-    return torch.device(accelerators[0], torch.get_device_module(accelerators[0]).current_device())
+    return torch.device(supported[0], torch.get_device_module(supported[0]).current_device())

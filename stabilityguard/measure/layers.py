@@ -72,9 +72,10 @@ class LayerTable:
         return tuple(dict.fromkeys(shard.parameter for shard in self.shards))
 
     @cached_property
-    def holds_elements(self) -> bool:
-        """Whether this rank holds any element at all."""
-        return any(shard.identity is not None for shard in self.shards)
+    def held(self) -> frozenset[int]:
+        """Layers of which this rank holds any elements."""
+        shards = zip(self.shards, self.layer_of, strict=True)
+        return frozenset(layer for shard, layer in shards if shard.identity is not None)
 
     @cached_property
     def weights(self) -> Tensor:

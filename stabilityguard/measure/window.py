@@ -160,7 +160,7 @@ class GradientWindow:
     def _backward_ended(self) -> None:
         measurement = self.reader.read()
         self._passes += 1
-        self.consumed = not measurement.has_gradients and self.table.holds_elements
+        self.consumed = not measurement.has_gradients and bool(self.table.held)
         on_cpu = measurement.squares.device.type == "cpu"
         findings = self._examine(measurement, self._trigger.fired) if on_cpu else None
         self._left = _Look(measurement=measurement, findings=findings)
