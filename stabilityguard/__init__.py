@@ -10,8 +10,10 @@ __version__ = "0.2.0"
 _HOMES = {
     "Budget": "config",
     "ConfigurationError": "errors",
+    "DisagreementError": "errors",
     "GradientSpikeError": "errors",
     "GuardedOptimizer": "optimizer",
+    "ReplicaDriftError": "errors",
     "SnapshotPolicy": "config",
     "SpikeReport": "report.records",
     "StabilityGuardError": "errors",
@@ -21,8 +23,10 @@ _HOMES = {
 __all__ = [
     "Budget",
     "ConfigurationError",
+    "DisagreementError",
     "GradientSpikeError",
     "GuardedOptimizer",
+    "ReplicaDriftError",
     "SnapshotPolicy",
     "SpikeReport",
     "StabilityGuardError",
@@ -31,7 +35,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from stabilityguard.config import Budget, SnapshotPolicy
-    from stabilityguard.errors import ConfigurationError, GradientSpikeError, StabilityGuardError
+    from stabilityguard.errors import (
+        ConfigurationError,
+        DisagreementError,
+        GradientSpikeError,
+        ReplicaDriftError,
+        StabilityGuardError,
+    )
     from stabilityguard.optimizer import GuardedOptimizer
     from stabilityguard.report.records import SpikeReport, StepRecord
 

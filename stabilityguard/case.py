@@ -102,7 +102,7 @@ def _reason(case: Case, ranks: Sequence[int]) -> str:
     return "; ".join(f"veto of rank {rank}: {veto}" for rank, veto in vetoes.items())
 
 
-def make_error(report: SpikeReport, *, rank: int) -> GradientSpikeError:
+def make_error(report: SpikeReport, *, place: int) -> GradientSpikeError:
     """The error that ends a step whose action is to raise, on the given rank."""
     record, trigger = report.record, report.details["trigger"] or {}
     blamed = f"layer {record.trigger_layer}" if record.trigger_layer else "no layer"
@@ -110,7 +110,7 @@ def make_error(report: SpikeReport, *, rank: int) -> GradientSpikeError:
         blamed = "the loss" if record.trigger_layer is None else f"{blamed} and in the loss"
     if len(record.rank_losses) > 1 and record.bad_ranks:
         blamed = f"{blamed} on {named_ranks(record.bad_ranks)}"
-    where = report.path or ("not written" if rank == 0 else "written by the first rank")
+    where = report.path or ("not written" if place == 0 else "written by the first rank")
     return GradientSpikeError(
         f"{record.kind} at step {record.step} in {blamed}: {record.reason}; report: {where}",
         step=record.step,

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Sequence
 
 from stabilityguard import __version__
+from stabilityguard.demo.launch import launch
+from stabilityguard.demo.settings import Settings, add_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,22 +23,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stabilityguard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small GPT with injected faults, without and with the guard")
-    demo.add_argument("--steps", type=_steps, default=200, help="training steps of each run (default 200)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
-    demo.add_argument("--log-dir", default="./sg_logs", help="where reports and journal go (default ./sg_logs)")
-    demo.set_defaults(run=_demo)
+    demo.add_argument("--ranks", type=int, default=1, help="processes that train together (default %(default)s)")
+    add_options(demo)
+    demo.set_defaults(run=_demo, error=demo.error)
     return parser
 
 
 def _demo(options: argparse.Namespace) -> int:
+    settings = Settings.of(options)
+    if options.ranks != 1:
+        objection = settings.objection(options.ranks)
+        return options.error(objection) if objection else launch(settings, options.ranks)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; the demo does without
-    from stabilityguard.demo.runs import Settings, demonstrate  # noqa: PLC0415 (--help needs no torch)
+    from stabilityguard.demo.runs import demonstrate  # noqa: PLC0415 (--help needs no torch)
 
-    saved = demonstrate(Settings(steps=options.steps, seed=options.seed, log_dir=options.log_dir))
-    return 0 if saved else 1
-
-
-def _steps(text: str) -> int:
-    if not text.isdigit() or int(text) < 50:
-        raise argparse.ArgumentTypeError(f"at least 50 are needed for baselines and three faults, but is {text!r}")
-    return int(text)
+    return 0 if demonstrate(settings) else 1

@@ -92,9 +92,10 @@ class Council:
 
     def with_evidence(self, session: Session, statistics: Statistics, layers: Sequence[int]) -> Statistics:
         """The same, with what each rank saw of ``layers``. A collective, unless they were asked before."""
-        if statistics.evidence is not None:
+        asked = set(session.readings.suspects)
+        if statistics.evidence is not None and asked.issuperset(layers):
             return statistics
-        return replace(statistics, evidence=tuple(t.evidence for t in self._ask(session, layers)))
+        return replace(statistics, evidence=tuple(t.evidence for t in self._ask(session, sorted(asked.union(layers)))))
 
     def _ask(self, session: Session, layers: Sequence[int]) -> list[Testimony]:
         ballot = session.agreement.ballots[self.peers.place]

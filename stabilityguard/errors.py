@@ -3,8 +3,8 @@
 StabilityGuardError
 ├── ConfigurationError   bad arguments, found at construction (also a ValueError)
 ├── GradientSpikeError   a trip that the policy answers by raising
-├── DisagreementError    ranks that are not in one state
-└── ReplicaDriftError    replicas of parameters that are no longer alike
+└── DisagreementError    ranks that are not in one state
+    └── ReplicaDriftError   replicas of parameters that are no longer alike
 """
 
 from __future__ import annotations

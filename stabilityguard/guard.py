@@ -25,7 +25,7 @@ from stabilityguard.errors import StabilityGuardError
 from stabilityguard.groups import are_parameters_of, learning_rate, parameters_of
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
-from stabilityguard.measure.modules import leaves_gradients_to_the_end
+from stabilityguard.measure.modules import leaves_gradients_to_the_end, reduces_in_groups
 from stabilityguard.measure.window import GradientWindow, LossScale, Sight
 from stabilityguard.recover.breaker import Breaker, BreakerState
 from stabilityguard.recover.recovery import Recovery
@@ -161,7 +161,7 @@ class Guard:
             report = self.chronicle.report(case, outcome, record, optimizer=name, groups=groups)
         self._finish(record)
         if report is not None and record.action == "raise":
-            raise make_error(report, rank=self.peers.ranks[self.peers.place])
+            raise make_error(report, place=self.peers.place)
         return outcome.result
 
     def _judge(self, statistics: Statistics) -> Case:
@@ -281,7 +281,9 @@ class Guard:
         self._parameters = parameters_of(self._optimizer)
         self._is_counted = True
         sees_own = len(self.peers) > 1 and leaves_gradients_to_the_end(self._model)
-        self.window = GradientWindow(table, self._forward.backward_ended, sees_own=sees_own)
+        self.window = GradientWindow(
+            table, self._forward.backward_ended, sees_own=sees_own, in_order=not reduces_in_groups(self._model)
+        )
         self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
         self._recovery = Recovery(self._model, self._parameters, self._optimizer, self._tracked, self.config.snapshots)
         self._begun = False

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from stabilityguard.cli import main
-from stabilityguard.demo import runs
-from stabilityguard.demo.gpt import CONTEXT, GPT, draw_batch, read_corpus
+from stabilityguard.demo import launch, runs
+from stabilityguard.demo.gpt import CONTEXT, GPT, draw_batch, read_corpus, stage_of
+from stabilityguard.demo.job import main as job
+from stabilityguard.demo.outcome import Run, trip_table, was_saved
+from stabilityguard.demo.settings import STRATEGIES, Settings
+
+SMALL = ["--width", "32", "--depth", "3", "--rows", "2"]
+"""A narrow model and few rows: the same code in seconds."""
+
+PLANNED = runs.plan_faults(Settings()).planned
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """A narrow model and few rows: the same code in seconds."""
-    monkeypatch.setattr(runs, "GPT", lambda: GPT(width=32, depth=3, heads=2))
-    monkeypatch.setattr(runs, "ROWS", 2)
-
-
-@pytest.mark.usefixtures("small")
 def test_the_demo_shows_a_run_that_dies_and_the_same_run_saved(capsys):
-    assert main(["demo", "--steps", "60"]) == 0
+    assert main(["demo", "--steps", "60", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert "step   30/60  the weights are no longer finite" in shown
     alerts = [line for line in shown.splitlines() if "DETECTED @ step" in line]
@@ -34,22 +34,22 @@ def test_the_demo_shows_a_run_that_dies_and_the_same_run_saved(capsys):
     assert shown.splitlines()[-1].endswith("SAVED")
 
 
-@pytest.mark.usefixtures("small")
 def test_the_demo_fails_where_the_guard_does_not_save_the_run(monkeypatch, capsys):
     monkeypatch.setattr(runs, "_guard", lambda base, model, settings: base)
-    assert main(["demo", "--steps", "50"]) == 1
+    assert main(["demo", "--steps", "50", "--quick", *SMALL]) == 1
     assert capsys.readouterr().out.rstrip().endswith("NOT SAVED")
 
 
 def test_a_fault_that_is_named_wrongly_does_not_count_as_saved():
-    clean, guarded = runs.Run(name="clean", loss=2.0), runs.Run(name="guarded", loss=2.0)
-    assert runs.was_saved(clean, guarded, [])
-    assert not runs.was_saved(clean, guarded, runs.Settings().faults.planned)
+    clean, guarded = Run(name="clean", loss=2.0), Run(name="guarded", loss=2.0)
+    assert was_saved(clean, guarded, [])
+    assert not was_saved(clean, guarded, PLANNED)
+    assert [line.split()[-2:] for line in trip_table(PLANNED, guarded)[1:]] == [["nothing", "-"]] * 3
 
 
 @pytest.mark.parametrize(("loss", "saved"), [(2.09, True), (2.11, False), (float("nan"), False)])
 def test_saved_means_close_to_the_clean_loss(loss, saved):
-    assert runs.was_saved(runs.Run(name="clean", loss=2.0), runs.Run(name="guarded", loss=loss), []) is saved
+    assert was_saved(Run(name="clean", loss=2.0), Run(name="guarded", loss=loss), []) is saved
 
 
 def test_the_corpus_is_the_standard_library_and_the_end_is_held_out():
@@ -75,11 +75,62 @@ def test_the_model_predicts_no_byte_from_itself_or_those_after_it():
     assert torch.equal(logits[0], logits[1])
 
 
-def test_too_few_steps_are_refused(capsys):
+def test_every_block_has_a_stage_and_no_stage_lags_behind():
+    for depth in range(1, 9):
+        for stages in range(1, depth + 1):
+            held = [stage_of(block, depth, stages) for block in range(depth)]
+            assert held == sorted(held)
+            counts = [held.count(stage) for stage in range(stages)]
+            assert max(counts) - min(counts) <= 1
+            assert min(counts) >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--steps", "49"], "at least 50 are needed"),
+        (["--depth", "2"], "at least 3 are needed"),
+        (["--width", "30"], "must be a multiple of 4"),
+        (["--rows", "0"], "at least 1 are needed"),
+        (["--ranks", "0"], "ddp needs at least 2 ranks, but the number of ranks is 0"),
+        (["--ranks", "2", "--strategy", "hsdp"], "hsdp needs an even number of ranks, at least 4"),
+        (["--ranks", "3", "--strategy", "tp"], "tp needs 2 or 4 ranks"),
+        (["--ranks", "5", "--strategy", "pp"], "pp needs 2 ranks or more, --depth at most"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(arguments, reason, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["demo", "--steps", "49"])
+        main(["demo", *arguments])
     assert exit_.value.code == 2
-    assert "at least 50 are needed" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
+
+
+def test_a_job_without_torchrun_says_so(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        job([])
+    assert exit_.value.code == 2
+    assert "ddp needs at least 2 ranks, but the number of ranks is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_ranks_are_launched_with_all_that_was_asked_for(strategy, monkeypatch):
+    launched = []
+
+    def run(command, **options):
+        launched.append((command, options))
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    asked = ["--strategy", strategy, "--steps", "70", "--seed", "3", "--log-dir", "a b", "--rows", "8", "--quick"]
+    assert main(["demo", "--ranks", "4", *asked]) == 7
+    ((command, options),) = launched
+    assert command[:6] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    assert command[6:8] == ["-m", "stabilityguard.demo.job"]
+    told = command[8:]
+    assert all(" ".join(asked[i : i + 2]) in " ".join(told) for i in range(0, len(asked) - 1, 2))
+    assert told[-1] == "--quick"
+    assert int(options["env"]["OMP_NUM_THREADS"]) >= 1
 
 
 def test_help_needs_no_torch():

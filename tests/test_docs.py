@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from stabilityguard import GuardedOptimizer, SpikeReport, StepRecord
 from stabilityguard.report.console import Console
+from tests.distributed.ranks import run
+from tests.support import Net, batch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -16,6 +19,18 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def code_blocks():
     return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_line_for_many_gpus_runs_as_printed():
+    def job(rank):
+        names = {"model": Net(), "fully_shard": fully_shard, "AdamW": torch.optim.AdamW}
+        names["GuardedOptimizer"] = GuardedOptimizer
+        exec(code_blocks()[1], names)
+        names["model"](batch(1)).backward()
+        names["optimizer"].step()
+        return names["optimizer"].last_record.applied
+
+    assert run(2, job) == [True, True]
 
 
 def test_the_loop_of_the_readme_runs_as_printed(capsys):
@@ -30,7 +45,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     model = Model()
     names = {"model": model, "dataloader": [torch.randn(8, 4) for _ in range(60)]}
     names["ema_model"] = torch.optim.swa_utils.AveragedModel(model)
-    first, second, third = code_blocks()
+    first, _, second, third = code_blocks()
     exec(first, names)
     assert names["optimizer"].last_record.step == 60
     assert "step 50 |" in capsys.readouterr().out

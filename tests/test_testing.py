@@ -125,7 +125,7 @@ def test_after_the_block_nothing_is_left_on_the_model():
 
 def test_a_layer_that_the_model_lacks_is_refused_with_names_like_it():
     with (
-        pytest.raises(ConfigurationError, match=r"no layer 'bodi'; close ones: body"),
+        pytest.raises(ConfigurationError, match=r"trains no layer 'bodi'; close ones: body"),
         Faults().nan("bodi", step=1).inject(Net()),
     ):
         pass
@@ -135,3 +135,52 @@ def test_an_infinite_loss_needs_a_model_that_returns_one():
     model = nn.Linear(4, 2)
     with pytest.raises(ConfigurationError, match="returns its loss"), Faults().inf_loss(step=1).inject(model):
         model(batch(0))
+
+
+def test_a_layer_without_parameters_of_its_own_is_refused():
+    model = nn.ModuleDict({"outer": nn.ModuleDict({"in": nn.Linear(4, 2)})})
+    with (
+        pytest.raises(ConfigurationError, match=r"trains no layer 'outer'; close ones: outer\.in"),
+        Faults().nan("outer", step=1).inject(model),
+    ):
+        pass
+
+
+def test_a_criterion_stands_in_for_a_model_that_does_not_return_its_loss():
+    model, criterion = nn.Linear(4, 2), nn.MSELoss()
+    with Faults().inf_loss(step=2).inject(model, criterion=criterion):
+        losses = [criterion(model(batch(step)), torch.zeros(6, 2)).item() for step in range(3)]
+        with torch.no_grad():
+            losses.append(criterion(model(batch(0)), torch.zeros(6, 2)).item())
+    assert [math.isinf(loss) for loss in losses] == [False, True, False, False]
+    assert not criterion._forward_hooks
+
+
+@pytest.mark.parametrize("faulty_step", [1, 2, 3])
+def test_where_all_forwards_of_a_step_come_first_the_last_backward_is_spoiled(faulty_step):
+    model, factor = Net(), 10.0
+    with Faults().spike("head", step=faulty_step, factor=factor).inject(model, micro_batches=3):
+        for step in range(1, 4):
+            model.zero_grad()
+            for loss in [model(batch(3 * step + part)) for part in range(3)]:
+                loss.backward()
+            spoiled = [p.grad.clone() for p in model.head.parameters()]
+            body = [p.grad.clone() for p in model.body.parameters()]
+            if step == faulty_step:
+                break
+    model.zero_grad()
+    for part in range(3):
+        model(batch(3 * faulty_step + part)).backward()
+    for gradient, p in zip(spoiled, model.head.parameters(), strict=True):
+        assert torch.allclose(gradient, factor * p.grad)
+    assert all(torch.equal(g, p.grad) for g, p in zip(body, model.body.parameters(), strict=True))
+
+
+def test_gradients_that_are_sparse_or_not_contiguous_can_be_spoiled():
+    model = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=True), "image": nn.Conv2d(2, 2, 3)})
+    model["image"].to(memory_format=torch.channels_last)
+    model.forward = lambda x: model["words"](x).sum() + model["image"](torch.ones(1, 2, 4, 4)).square().sum()
+    with Faults().nan("words", step=1).nan("image", step=1).inject(model):
+        model(torch.tensor([1, 3])).backward()
+    assert model["words"].weight.grad.to_dense().isnan().sum() == 1
+    assert model["image"].weight.grad.isnan().sum() == 1

@@ -12,6 +12,9 @@ from torch.nn import functional
 CONTEXT = 128
 """Bytes that the model sees at once."""
 
+BYTES = 256
+"""Values of a byte: what the model tells apart."""
+
 CORPUS_BYTES = 2_000_000
 
 
@@ -20,16 +23,17 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attends over the positions before each."""
-        batch, time, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # Head by head, so that a slice of the rows of qkv is a number of whole heads: as many as there are here.
+        by_head = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = by_head.permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
 
 
@@ -69,20 +73,34 @@ class GPT(nn.Module):
 
     def __init__(self, width: int = 128, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.token = nn.Embedding(256, width)
+        self.token = nn.Embedding(BYTES, width)
         self.position = nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+        self.head = nn.Linear(width, BYTES, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
         """``text``: int64, shape (B, T + 1), T at most ``CONTEXT``; each byte is predicted from those before it."""
-        seen, following = text[:, :-1], text[:, 1:]
+        seen, following = split(text)
         x = self.token(seen) + self.position.weight[: seen.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        return mean_cross_entropy(self.head(self.norm(x)), following)
+
+
+def split(text: Tensor) -> tuple[Tensor, Tensor]:
+    """What is seen, and what is to be predicted from it: (B, T + 1) to twice (B, T)."""
+    return text[:, :-1], text[:, 1:]
+
+
+def mean_cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
+    """In nats per byte; (B, T, 256) and (B, T) to a scalar."""
+    return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def stage_of(block: int, depth: int, stages: int) -> int:
+    """The stage of a pipeline that holds a block: each has as many as the others, or one less."""
+    return block * stages // depth
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:

@@ -1,127 +1,113 @@
-"""The three runs of the demonstration, and the table that compares them."""
+"""The runs of the demonstration."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from stabilityguard.demo.gpt import GPT, draw_batch, read_corpus
+from stabilityguard.demo import ranks
+from stabilityguard.demo.gpt import draw_batch, read_corpus, stage_of
+from stabilityguard.demo.outcome import Run, run_table, trip_table, was_saved
+from stabilityguard.demo.settings import STRATEGIES, Settings
+from stabilityguard.demo.strategies import make_trainer
+from stabilityguard.demo.trainer import Trainer
 from stabilityguard.optimizer import GuardedOptimizer
-from stabilityguard.report.records import SpikeReport
-from stabilityguard.testing import Fault, Faults
+from stabilityguard.testing import Faults
 
-ROWS = 12
 RATE = 2e-3
-TOLERANCE = 0.05
-"""How far above the clean run's held-out loss the guarded run may end, as a share of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is common to the three runs."""
-
-    steps: int = 200
-    seed: int = 0
-    log_dir: str = "./sg_logs"
-
-    @property
-    def faults(self) -> Faults:
-        """A spike, a NaN and an infinite loss, spread over the run."""
-        spike, nan, inf_loss = (round(self.steps * share) for share in (0.3, 0.5, 0.7))
-        faults = Faults().spike("blocks.2.mlp.up", step=spike)
-        return faults.nan("blocks.1.attention.out", step=nan).inf_loss(step=inf_loss)
-
-
-@dataclass(kw_only=True)
-class Run:
-    """How one training went."""
-
-    name: str
-    steps: int = 0
-    applied: int = 0
-    loss: float = math.nan
-    """Held-out loss at the end, in nats per byte."""
-
-    died_at: int | None = None
-    """First step after which a weight was not finite."""
-
-    reports: list[SpikeReport] = field(default_factory=list)
 
 
 def demonstrate(settings: Settings) -> bool:
-    """Trains three times and prints what happens; True if the guard saved the run."""
+    """Trains several times and prints what happens; True if the guard saved the run. A collective."""
     corpus, held_out = read_corpus()
-    megabytes = len(corpus) / 1e6
-    print(f"A byte-level GPT learns {megabytes:.1f} MB of Python's standard library, three times from one seed.\n")
-    clean = _train("clean", settings, corpus, held_out)
-    unguarded = _train("faults, no guard", settings, corpus, held_out, faulty=True)
-    guarded = _train("faults, guarded", settings, corpus, held_out, faulty=True, guarded=True)
-    saved = was_saved(clean, guarded, settings.faults.planned)
-    print("", *_trip_table(settings.faults.planned, guarded), sep="\n")
-    print("", *_run_table([clean, unguarded, guarded], saved), sep="\n")
+    megabytes, times = len(corpus) / 1e6, "twice" if settings.quick else "three times"
+    ranks.say(f"A byte-level GPT learns {megabytes:.1f} MB of Python's standard library, {times} from one seed.")
+    if ranks.count() > 1:
+        ranks.say(f"{ranks.count()} ranks, {settings.strategy}: {STRATEGIES[settings.strategy]}.")
+    ranks.say("")
+    runs = [_train("clean", settings, corpus, held_out)]
+    if not settings.quick:
+        runs.append(_train("faults, no guard", settings, corpus, held_out, faulty=True))
+    runs.append(_train("faults, guarded", settings, corpus, held_out, faulty=True, guarded=True))
+    planned = plan_faults(settings).planned
+    saved = was_saved(runs[0], runs[-1], planned)
+    ranks.say("", *trip_table(planned, runs[-1]))
+    ranks.say("", *run_table(runs, saved))
     return saved
 
 
-def was_saved(clean: Run, guarded: Run, planned: Sequence[Fault]) -> bool:
-    """Whether every fault was caught under its true name, and the run ended close to the clean one."""
-    named = len(guarded.reports) == len(planned) and all(map(names_fault, planned, guarded.reports))
-    return named and guarded.died_at is None and guarded.loss <= clean.loss * (1 + TOLERANCE)
+def plan_faults(settings: Settings) -> Faults:
+    """A spike, a NaN and an infinite loss, spread over the run; over several ranks, each on one of them."""
+    spike, nan, inf_loss = (round(settings.steps * share) for share in (0.3, 0.5, 0.7))
+    of_up, of_out, of_loss = (_rank_to_spoil(settings, block) for block in (2, 1, settings.depth - 1))
+    faults = Faults().spike("blocks.2.mlp.up", step=spike, rank=of_up)
+    return faults.nan("blocks.1.attention.out", step=nan, rank=of_out).inf_loss(step=inf_loss, rank=of_loss)
 
 
-def names_fault(fault: Fault, report: SpikeReport) -> bool:
-    """Whether ``report`` is of that fault; an infinite loss shows in the loss and in the layer next to it."""
-    record = report.record
-    if fault.layer is None:
-        return record.step == fault.step and record.loss == math.inf and record.trigger_layer == "head"
-    return (record.step, record.kind, record.trigger_layer) == (fault.step, fault.kind, fault.layer)
+def _rank_to_spoil(settings: Settings, block: int) -> int | None:
+    if ranks.count() == 1:
+        return None
+    return stage_of(block, settings.depth, ranks.count()) if settings.strategy == "pp" else 1
 
 
 def _train(
     name: str, settings: Settings, corpus: Tensor, held_out: Tensor, *, faulty: bool = False, guarded: bool = False
 ) -> Run:
-    torch.manual_seed(settings.seed)
+    trainer = make_trainer(settings)
     batches = torch.Generator().manual_seed(settings.seed)
-    run, model, began = Run(name=name), GPT(), time.monotonic()
-    base = AdamW(model.parameters(), lr=RATE)
+    run, model, began = Run(name=name), trainer.model, time.monotonic()
+    base = AdamW(trainer.parameter_groups(), lr=RATE, fused=True)
     optimizer = _guard(base, model, settings) if guarded else base
     scheduler = LambdaLR(base, lambda step: min(1.0, (step + 1) / 20))
-    with settings.faults.inject(model) if faulty else nullcontext():
+    faults = plan_faults(settings) if faulty else Faults()
+    with faults.inject(model, micro_batches=trainer.micro_batches, criterion=trainer.criterion):
         while run.steps < settings.steps and not _is_over(run, settings):
-            loss = model(draw_batch(corpus, ROWS, batches))
-            loss.backward()
-            optimizer.step()
+            loss = trainer.backward(_draw(corpus, trainer, settings, batches))
+            _step(optimizer, loss)
             optimizer.zero_grad()
             scheduler.step()
-            _note(run, loss, model, optimizer, settings, began)
-    run.loss = _evaluate(model, held_out)
+            _note(run, loss, trainer, optimizer, settings, began)
+    run.loss = _evaluate(trainer, held_out, settings)
     if isinstance(optimizer, GuardedOptimizer):
         run.reports = optimizer.reports
         optimizer.close()
     return run
 
 
-def _guard(base: Optimizer, model: GPT, settings: Settings) -> GuardedOptimizer:
+def _guard(base: Optimizer, model: nn.Module, settings: Settings) -> GuardedOptimizer:
     return GuardedOptimizer(base, model, spike_threshold=10.0, nan_action="skip", log_every=0, log_dir=settings.log_dir)
 
 
-def _note(run: Run, loss: Tensor, model: GPT, optimizer: Optimizer, settings: Settings, began: float) -> None:
+def _draw(corpus: Tensor, trainer: Trainer, settings: Settings, generator: torch.Generator) -> Tensor:
+    """The next batch, which all ranks draw alike, as far as this rank reads it."""
+    rows = max(1, settings.rows // trainer.parts) * trainer.parts
+    return trainer.share(draw_batch(corpus, rows, generator))
+
+
+def _step(optimizer: Optimizer, loss: Tensor | None) -> None:
+    if isinstance(optimizer, GuardedOptimizer):
+        optimizer.step(loss=loss)  # only a pipeline has to say it: other models return it themselves
+    else:
+        optimizer.step()
+
+
+def _note(
+    run: Run, loss: Tensor | None, trainer: Trainer, optimizer: Optimizer, settings: Settings, began: float
+) -> None:
     record = optimizer.last_record if isinstance(optimizer, GuardedOptimizer) else None
     run.steps += 1
     run.applied += record is None or record.applied
     place = f"{run.name:<17} step {run.steps:>4}/{settings.steps}"
-    if run.died_at is None and not all(bool(p.isfinite().all()) for p in model.parameters()):
+    losses, known, bad = ranks.total(float(loss or 0.0), loss is not None, not trainer.is_finite())
+    if run.died_at is None and bad:
         run.died_at = run.steps
-        print(f"{place}  the weights are no longer finite", flush=True)
+        ranks.say(f"{place}  the weights are no longer finite")
     if run.steps % (settings.steps // 10) == 0:
-        print(f"{place}  loss {loss.item():6.3f}  {time.monotonic() - began:4.0f} s", flush=True)
+        ranks.say(f"{place}  loss {losses / known:6.3f}  {time.monotonic() - began:4.0f} s")
 
 
 def _is_over(run: Run, settings: Settings) -> bool:
@@ -129,31 +115,7 @@ def _is_over(run: Run, settings: Settings) -> bool:
     return run.died_at is not None and run.steps >= run.died_at + settings.steps // 5
 
 
-@torch.no_grad()
-def _evaluate(model: GPT, held_out: Tensor) -> float:
+def _evaluate(trainer: Trainer, held_out: Tensor, settings: Settings) -> float:
     batches = torch.Generator().manual_seed(0)
-    model.eval()
-    losses = [float(model(draw_batch(held_out, ROWS, batches))) for _ in range(8)]
-    return sum(losses) / len(losses)
-
-
-def _trip_table(planned: Sequence[Fault], guarded: Run) -> list[str]:
-    rows = [f"{'step':>5}  {'fault':<9} {'injected in':<24} {'guard named':<24} {'norm / baseline':>16}"]
-    by_step = {report.record.step: report for report in guarded.reports}
-    for fault in planned:
-        report = by_step.get(fault.step)
-        named = "nothing" if report is None else (report.record.trigger_layer or "the loss")
-        ratio = "-" if report is None or report.record.ratio is None else f"{report.record.ratio:.0f}x"
-        rows.append(f"{fault.step:>5}  {fault.kind:<9} {fault.layer or 'the loss':<24} {named:<24} {ratio:>16}")
-    return rows
-
-
-def _run_table(runs: Sequence[Run], saved: bool) -> list[str]:
-    rows = [f"{'run':<17} {'steps':>6} {'applied':>8} {'trips':>6} {'held-out loss':>14}  verdict"]
-    for run in runs:
-        verdict = "reference" if run is runs[0] else f"died at step {run.died_at}" if run.died_at else "survived"
-        if run is runs[-1]:
-            verdict = "SAVED" if saved else "NOT SAVED"
-        counts = f"{run.steps:>6} {run.applied:>8} {len(run.reports):>6}"
-        rows.append(f"{run.name:<17} {counts} {run.loss:>14.3f}  {verdict}")
-    return rows
+    texts = [draw_batch(held_out, settings.rows, batches).to(ranks.device()) for _ in range(8)]
+    return sum(map(trainer.evaluate, texts)) / len(texts)

@@ -45,10 +45,10 @@ def _telling_norms(
     held = [share for share in shares if share is not None]
     if not replicated or len(held) < 2:
         return shares, False
-    if _differ(held):
+    if _differ([share for share in held if share]):
         return shares, True
     if any(e.own is None for e in evidence):
-        return nothing, False
+        return (shares, True) if _differ(held) else (nothing, False)
     own = [e.own.get(layer) for e in evidence if e.own is not None]
     return (own, True) if _differ(own) or all(e.is_unreduced for e in evidence) else (nothing, False)
 

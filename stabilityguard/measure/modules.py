@@ -44,6 +44,15 @@ def reduces_gradients(model: nn.Module) -> bool:
     return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
 
 
+def reduces_in_groups(model: nn.Module) -> bool:
+    """Whether FSDP hands over gradients group by group, so that their order is not the one backward went."""
+    return any("_handle" in m.__dict__ or _is_fully_sharded(m) for m in model.modules())
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
 def leaves_gradients_to_the_end(model: nn.Module) -> bool:
     """Whether DistributedDataParallel reduces copies of the gradients: until it ends, ``.grad`` is this rank's own."""
     wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]

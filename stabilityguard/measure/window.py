@@ -74,7 +74,9 @@ class GradientWindow:
             then, so that a look in between shows this rank's own.
     """
 
-    def __init__(self, table: LayerTable, on_backward_end: Callable[[], None], *, sees_own: bool = False) -> None:
+    def __init__(
+        self, table: LayerTable, on_backward_end: Callable[[], None], *, sees_own: bool = False, in_order: bool = True
+    ) -> None:
         self.table = table
         self.reader = GradientReader(table)
         self.consumed = False
@@ -84,6 +86,7 @@ class GradientWindow:
         self._left: _Look | None = None
         self._own: Glance | None = None
         self._passes = 0
+        self._in_order = in_order
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -100,6 +103,10 @@ class GradientWindow:
         self._trigger.forget()
 
     @property
+    def _fired(self) -> tuple[int, ...]:
+        return tuple(self._trigger.fired) if self._in_order else ()
+
+    @property
     def measured(self) -> bool:
         """Whether a backward pass has ended since the last step, and its gradients are still there."""
         return self._left is not None and self.reader.unchanged_since(self._left.measurement)
@@ -110,7 +117,7 @@ class GradientWindow:
         looks = () if self._left is None else (self._left,)
         if not self.measured or scale.unscaled_unseen or self.table.census.is_reduced_by_hand:
             looks = (*looks, _Look(measurement=self.reader.read(), findings=None))
-        sight = Sight(looks=looks, own=self._own, fired=tuple(self._trigger.fired), scale=scale, passes=self._passes)
+        sight = Sight(looks=looks, own=self._own, fired=self._fired, scale=scale, passes=self._passes)
         self.forget()
         return sight
 
@@ -162,7 +169,7 @@ class GradientWindow:
         self._passes += 1
         self.consumed = not measurement.has_gradients and bool(self.table.held)
         on_cpu = measurement.squares.device.type == "cpu"
-        findings = self._examine(measurement, self._trigger.fired) if on_cpu else None
+        findings = self._examine(measurement, self._fired) if on_cpu else None
         self._left = _Look(measurement=measurement, findings=findings)
         self._on_backward_end()
 
