@@ -84,15 +84,15 @@ def testify(
     held = [layer for layer in layers if layer in window.table.held]
     shares = {layer: norm / scale for layer, norm in _norms(look.measurement, held).items()}
     own = _norms_before_reduction(sight, layers)
-    reached = {layer: i for i, layer in enumerate(sight.fired) if layer in layers}
+    wanted = set(layers)
     return Testimony(
         findings=findings,
         finite={
-            layer: Finding(kind="finite", norm=shares[layer], elements=window.reader.elements(layer))
+            layer: Finding(kind="finite", norm=shares[layer], elements=window.table.elements[layer])
             for layer in held
             if layer not in findings
         },
-        order=tuple(sorted(reached, key=lambda layer: reached[layer])),
+        order=tuple(layer for layer in sight.fired if layer in wanted),
         evidence=Evidence(
             shares={**shares, **{layer: finding.norm for layer, finding in findings.items()}},
             own=None if own is None else {layer: norm / (ballot.scale_left or 1.0) for layer, norm in own.items()},
@@ -114,7 +114,7 @@ def _norms_before_reduction(sight: Sight, layers: Sequence[int]) -> dict[int, fl
 
 
 def _unscaled(finding: Finding, scale: float) -> Finding:
-    return replace(finding, norm=finding.norm / scale)
+    return replace(finding, norm=finding.norm / scale) if finding.kind == "overflow" else finding
 
 
 def settle(agreement: Agreement, readings: Readings, testimonies: Sequence[Testimony] | None) -> Statistics:
@@ -125,7 +125,8 @@ def settle(agreement: Agreement, readings: Readings, testimonies: Sequence[Testi
     findings = {} if testimonies is None else _findings(readings.suspects, testimonies)
     norms = readings.norms.clone() if findings else readings.norms
     for layer, finding in findings.items():
-        norms[layer] = finding.norm
+        if finding.kind == "overflow":  # NaN and Inf are there already
+            norms[layer] = finding.norm
     return Statistics(
         norms=norms,
         norms_at_step=readings.norms_at_step,
@@ -150,6 +151,8 @@ def _findings(suspects: Iterable[int], testimonies: Sequence[Testimony]) -> dict
 
 
 def _merged(layer: int, testimonies: Sequence[Testimony]) -> Finding:
+    if len(testimonies) == 1 and testimonies[0].findings[layer].elements is None:
+        return testimonies[0].findings[layer]
     bad = [t.findings[layer] for t in testimonies if layer in t.findings]
     parts = bad + [t.finite[layer] for t in testimonies if layer in t.finite]
     kind = next((kind for kind in ("nan", "inf") if any(f.kind == kind for f in bad)), "overflow")

@@ -18,7 +18,7 @@ writer each, since sums over ranks cancel (inf - inf) and round. Whole numbers u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -45,6 +45,9 @@ ROW = (
     "passes",
 )
 """Fields of a rank's row, in order."""
+
+_SCALARS = ("loss", "overflow", "scale_left", "scale_found")
+"""Those of them that are measured on the device."""
 
 _FLAGS = ("scaled", "vetoed", "changed", "has_target", "joined")
 
@@ -157,6 +160,7 @@ class Consensus:
         self._slots = [(r, census.replicas[r].members.index(peers.place)) for r in self._memberships(census)]
         self._shares = torch.tensor([1.0 / n for n in census.layer_holders], dtype=torch.float64, device="cpu")
         self._replicated = torch.tensor(census.replicated, dtype=torch.bool, device="cpu")
+        self._unreduced = torch.zeros(self._layers, dtype=torch.bool, device="cpu")
         self._layer_of_element = torch.repeat_interleave(
             torch.tensor([p.layer for p in census.partial], dtype=torch.int64, device="cpu"),
             torch.tensor([p.elements.stop - p.elements.start for p in census.partial], dtype=torch.int64, device="cpu"),
@@ -170,9 +174,33 @@ class Consensus:
 
         ``checksums`` holds this rank's whole numbers for the replica sets that it is a member of, in their order.
         """
+        if len(self._peers) == 1 and shares.left.device.type == "cpu":
+            return self._agree_alone(shares, ballot)
         vector = self._pack(shares, ballot, checksums)
         self._peers.all_reduce(vector, f"agreeing on step {ballot.step}")
         return self._unpack(vector)
+
+    def _agree_alone(self, shares: Shares, ballot: Ballot) -> Agreement:
+        """The same without a vector, which takes time to pack."""
+        loss, overflow, scale_left, scale_found = (
+            None if (value := getattr(shares, name)) is None else float(value) for name in _SCALARS
+        )
+        known = replace(
+            ballot,
+            loss=loss,
+            overflowed=(overflow or 0.0) > 0,
+            scale_left=scale_left or None,
+            scale_found=scale_found or None,
+            passes=shares.passes,
+        )
+        return Agreement(
+            left=shares.left,
+            found=shares.found,
+            present=shares.present,
+            reduced=self._unreduced,
+            ballots=(known,),
+            checksums=(),
+        )
 
     def _pack(self, shares: Shares, ballot: Ballot, checksums: Sequence[Tensor]) -> Tensor:
         device = self._peers.device if len(self._peers) > 1 else shares.left.device
@@ -199,7 +227,7 @@ class Consensus:
         known = [PROTOCOL, ballot.step, flags, ballot.signals, ballot.decision, ballot.memory]
         known += [shares.loss is not None, 0, 0, 0, 0, shares.passes]
         row[: len(known)].copy_(torch.tensor(known, dtype=torch.float64, device="cpu"))
-        for name in ("loss", "overflow", "scale_left", "scale_found"):
+        for name in _SCALARS:
             value = getattr(shares, name)
             if value is not None:
                 row[ROW.index(name)].copy_(value.reshape(()))
@@ -232,7 +260,7 @@ class Consensus:
     ) -> Tensor:
         """Replicas are alike where Cauchy and Schwarz are: n times the sum of squares is the square of the sum."""
         if not left_spread.numel():
-            return torch.zeros(self._layers, dtype=torch.bool, device="cpu")
+            return self._unreduced
         holders = present / self._shares
         were_alike, are_alike = (
             (holders * spread - total.square()).abs() <= 1e-12 * total.square()
@@ -243,7 +271,7 @@ class Consensus:
     def _complete(self, left: Tensor, found: Tensor, present: Tensor) -> None:
         """Where some replicas of a layer have no gradient, the norm is that of the ones that do (root mean square)."""
         some = self._replicated & (present > 0) & (present < 1 - 1e-9)
-        if len(self._peers) > 1 and bool(some.any()):
+        if bool(some.any()):
             left[some] /= present[some]
             found[some] /= present[some]
 

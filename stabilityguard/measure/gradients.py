@@ -152,8 +152,10 @@ class GradientReader:
 
     def zero_(self) -> None:
         """Sets every gradient to zero in place; absent ones stay absent."""
-        for values in self._values_by_kind().values():
-            torch._foreach_zero_(values)
+        present = _present([parameter.grad for parameter in self.table.parameters])
+        values = list(map(local_part, present)) if self._split else present
+        with torch.no_grad():
+            torch._foreach_zero_([value._values() if value.is_sparse else value for value in values])
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiplies every gradient in place by ``factor``, a Python number or a 0-dim tensor."""
@@ -164,10 +166,6 @@ class GradientReader:
         """Scales the gradients, whose global L2 norm is ``norm``, to ``limit``, as torch's ``clip_grad_norm_`` does."""
         if norm > limit:
             self.scale_(limit / (norm + 1e-6))
-
-    def elements(self, layer: int) -> float:
-        """Number of elements of a layer's gradient: this rank's share."""
-        return sum(piece.numel() * weight for piece, weight in self._pieces_of({layer})[layer])
 
     def _values_by_kind(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         """The gradients' elements on this rank, without their graph, to be written to."""

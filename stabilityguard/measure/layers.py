@@ -78,6 +78,15 @@ class LayerTable:
         return frozenset(layer for shard, layer in shards if shard.identity is not None)
 
     @cached_property
+    def elements(self) -> tuple[float, ...]:
+        """Number of real elements of every layer: this rank's share."""
+        counts = [0.0] * len(self.places)
+        for shard, layer, holders in zip(self.shards, self.layer_of, self.census.holders, strict=True):
+            local = shard.local(shard.parameter)
+            counts[layer] += local.numel() * (2 if local.is_complex() else 1) / holders
+        return tuple(counts)
+
+    @cached_property
     def weights(self) -> Tensor:
         """float64, shape (S,): one over the number of ranks that hold the same shard."""
         return torch.tensor([1.0 / n for n in self.census.holders], dtype=torch.float64, device="cpu")

@@ -140,7 +140,8 @@ class GradientWindow:
         """
         look = sight.looks[-1] if found else sight.looks[0]
         if look.findings is not None:
-            return {layer: finding for layer, finding in look.findings.items() if layer in layers}
+            wanted = set(layers)
+            return {layer: finding for layer, finding in look.findings.items() if layer in wanted}
         return self._examine(look.measurement, sight.fired)
 
     def _examine(self, measurement: Measurement, fired: Sequence[int]) -> dict[int, Finding]:
