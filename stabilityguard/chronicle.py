@@ -32,15 +32,16 @@ class Chronicle:
         """Tells of a trip, before its step is noted; ``optimizer`` is a class, ``groups`` its hyperparameters then."""
         statistics = case.statistics
         evidence = statistics.evidence or ()
+        tripped = tripped_layers(record, statistics.findings, case.verdict.spikes.nonzero().flatten().tolist())
         details = describe_spike(
             record,
-            tripped=tripped_layers(record, statistics.findings, case.verdict.spikes.nonzero().flatten().tolist()),
+            tripped=tripped,
             findings=statistics.findings,
             history=list(self.records),
             optimizer={"class": optimizer, "param_groups": groups},
             context={
                 "batches": evidence[self._peers.place].batches,
-                "ranks": describe_ranks(self._peers.ranks, statistics, record),
+                "ranks": describe_ranks(self._peers.ranks, statistics, record, tripped),
                 "buffers": asdict(outcome.buffers),
                 "loss_scale": statistics.scale,
                 "config": asdict(self._config),

@@ -107,24 +107,25 @@ class Guard:
     def shadow_step(self) -> None:
         """Takes part in a step that other ranks make, as a rank that has run out of data: nothing is updated here."""
         self._begin()
-        self._agree(self.window.nothing(), None, LossScale(), joined=True)
+        self._agree(lambda: self.window.nothing(), None, LossScale(), joined=True)
         self._settle(self._council.statistics(self.session), lambda _: None)
 
     def measure(self, loss: Tensor | None, scale: LossScale) -> Statistics:
         """The statistics of the present gradients, agreed on with the peers; ``loss`` defaults to the model's own."""
         seen = self._forward.take_loss()
         loss = seen if loss is None else loss
-        self._agree(self.window.look(scale), loss, scale)
+        self._agree(lambda: self.window.look(scale), loss, scale)
+        return self._council.statistics(self.session)
+
+    def _agree(self, see: Callable[[], Sight], loss: Tensor | None, scale: LossScale, *, joined: bool = False) -> None:
+        """Agrees with the peers on what ``see`` shows, twice where the layers have to be counted anew in between."""
+        self.session = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
         if self.session.wants_census:
             self._replace_table(self._count())
             self._begin()
-            self._agree(self.window.look(scale), loss, scale)
-        return self._council.statistics(self.session)
-
-    def _agree(self, sight: Sight, loss: Tensor | None, scale: LossScale, *, joined: bool = False) -> None:
-        self.session = self._council.agree(sight, loss, self._ballot(scale, joined=joined))
+            self.session = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
         if self._had_joined and not self.session.has_joined:  # the ranks' states were apart, and were made alike again
-            self._recovery.begin(self.steps, self._memory)
+            self._recovery.begin(self.steps, self._memory, in_step=True)
         self._had_joined = self.session.has_joined
 
     def _ballot(self, scale: LossScale, *, joined: bool) -> Ballot:
@@ -136,7 +137,7 @@ class Guard:
             vetoed=self._veto is not None,
             changed=not self._is_counted or self.window.reader.finds_new_partial(),
             has_target=self._recovery.has_target,
-            decision=0 if alone else digest_of(self._decided),
+            decision=0 if alone else digest_of((self._decided, self._breaker_state)),
             memory=0 if alone else digest_of_tensors(self._memory),
         )
 
@@ -205,6 +206,8 @@ class Guard:
     def _finish(self, record: StepRecord) -> None:
         self._veto = None
         self._in_step = False
+        if self._joined_rank is not None:
+            self._joined_rank.step_ended()
         self._forward.forget_batches()
         self.chronicle.note(record)
 
@@ -245,7 +248,7 @@ class Guard:
         old = self.window.table.names
         self.window.close()
         self._memory = realign(self._memory, old, self._detector.initial(len(table.names)), table.names)
-        self._watch(table)
+        self._watch(table, keeps_recovery=are_parameters_of(self._optimizer, self._parameters))
 
     def close(self) -> None:
         """Removes every hook and closes the sinks."""
@@ -276,15 +279,17 @@ class Guard:
         self._forward.call_before_next(self._begin)
         self._begun = False
 
-    def _watch(self, table: LayerTable) -> None:
+    def _watch(self, table: LayerTable, *, keeps_recovery: bool = False) -> None:
         """Starts to measure the parameters of ``table``, and to keep ways back for them."""
         self._parameters = parameters_of(self._optimizer)
         self._is_counted = True
         sees_own = len(self.peers) > 1 and leaves_gradients_to_the_end(self._model)
         self.window = GradientWindow(
-            table, self._forward.backward_ended, sees_own=sees_own, in_order=not reduces_in_groups(self._model)
+            table, self._backward_ended, sees_own=sees_own, in_order=not reduces_in_groups(self._model)
         )
         self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
+        if keeps_recovery:
+            return
         self._recovery = Recovery(self._model, self._parameters, self._optimizer, self._tracked, self.config.snapshots)
         self._begun = False
         self._forward.call_before_next(self._begin)
@@ -296,6 +301,11 @@ class Guard:
             self._in_step = True
             self._recovery.step_begins()
 
+    def _backward_ended(self) -> None:
+        self._forward.backward_ended()
+        if self._joined_rank is not None:
+            self._joined_rank.backward_ended()
+
     def _witness(self) -> dict[str, Any]:
         """What this rank knows of a bad step, beside its gradients."""
         return {
@@ -303,6 +313,11 @@ class Guard:
             "batches": self._forward.describe_batches(),
             "veto": self._veto,
         }
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a training forward or a step was seen since construction, or since a state was loaded."""
+        return self._begun
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""

@@ -81,7 +81,8 @@ def testify(
     look = sight.looks[-1] if found else sight.looks[0]
     scale = (ballot.scale_found if found and len(sight.looks) > 1 else ballot.scale_left) or 1.0
     findings = {layer: _unscaled(f, scale) for layer, f in window.examine(sight, layers, found=found).items()}
-    held = [layer for layer in layers if layer in window.table.held]
+    present = look.measurement.present.tolist()
+    held = [layer for layer in layers if layer in window.table.held and present[layer]]
     shares = {layer: norm / scale for layer, norm in _norms(look.measurement, held).items()}
     own = _norms_before_reduction(sight, layers)
     wanted = set(layers)
@@ -151,9 +152,9 @@ def _findings(suspects: Iterable[int], testimonies: Sequence[Testimony]) -> dict
 
 
 def _merged(layer: int, testimonies: Sequence[Testimony]) -> Finding:
-    if len(testimonies) == 1 and testimonies[0].findings[layer].elements is None:
-        return testimonies[0].findings[layer]
     bad = [t.findings[layer] for t in testimonies if layer in t.findings]
+    if len(testimonies) == len(bad) == 1 and bad[0].elements is None:
+        return bad[0]
     parts = bad + [t.finite[layer] for t in testimonies if layer in t.finite]
     kind = next((kind for kind in ("nan", "inf") if any(f.kind == kind for f in bad)), "overflow")
     counted = all(f.elements is not None for f in parts) and bool(bad)

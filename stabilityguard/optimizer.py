@@ -122,7 +122,7 @@ class GuardedOptimizer(Optimizer):
             drift_check_every=drift_check_every,
         )
         parts = {"model": model, "config": config, "detector": detector, "scaler": scaler, "track": track}
-        parts["shard_of"] = shard_of
+        parts |= {"shard_of": shard_of, "timeout": timeout}
         peers = Peers.of(process_group, parameters_of(base_optimizer), check_timeout(timeout))
         self._assemble(base_optimizer, parts, sinks, peers)
 
@@ -198,8 +198,9 @@ class GuardedOptimizer(Optimizer):
 
     def _after_step(self) -> None:
         record = self._guard.chronicle.records[-1]
-        overflowed = [ballot.overflowed for ballot in self._guard.session.agreement.ballots]
-        self._scaling.share(self, overflowed, place=self._guard.peers.place)
+        ballots = self._guard.session.agreement.ballots
+        scaled = {rank: b.overflowed for rank, b in zip(self._guard.peers.ranks, ballots, strict=True) if b.scaled}
+        self._scaling.share(self, scaled, rank=self._guard.peers.ranks[self._guard.peers.place])
         if record.action == "rollback":
             self._scaling.forgive(self)
         if not record.applied:
@@ -215,13 +216,13 @@ class GuardedOptimizer(Optimizer):
 
     def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
         """Whether this is no training step but torch's way of filling an empty state: zero gradients at zero rate."""
-        if closure is not None or self.base_optimizer.state:
+        if closure is not None or self.base_optimizer.state or self._guard.has_begun:
             return False
         rates = [group.get("lr") for group in self.param_groups]
         if any(rate is None or float(rate) != 0.0 for rate in rates) or self._guard.window.measured:
             return False
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return all(p.grad is not None and not local_part(p.grad).any() for p in trained)
+        return bool(trained) and all(p.grad is not None and not local_part(p.grad).any() for p in trained)
 
     # What the guard knows ---------------------------------------------------------------------------------------
 
@@ -316,7 +317,7 @@ class GuardedOptimizer(Optimizer):
 
     def _find_peers(self) -> None:
         """Has a copy decide with the ranks that the original decided with. A collective over them."""
-        peers = Peers.of(None, parameters_of(self.base_optimizer))
+        peers = Peers.of(None, parameters_of(self.base_optimizer), self._parts["timeout"])
         if peers.ranks != self._lost_peers:
             raise ConfigurationError(
                 f"a copy of a guard over {named_ranks(self._lost_peers)}, and there are {len(peers)} ranks here; "

@@ -7,7 +7,7 @@ otherwise a guard, and every other rank with it, would not learn of the overflow
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,25 +60,27 @@ class LossScaling:
         if scale.at_step is not None:
             reader.scale_(scale.at_step.double().reciprocal().float())
 
-    def share(self, guarded: Optimizer, overflowed: Sequence[bool], *, place: int) -> None:
+    def share(self, guarded: Optimizer, overflowed: Mapping[int, bool], *, rank: int) -> None:
         """Tells the scaler of an overflow that only other ranks saw, so that all scales stay alike.
 
         Args:
             guarded: the optimizer as the scaler knows it.
-            overflowed: whether each rank's scaler saw an overflow.
-            place: this rank's index among them.
+            overflowed: by rank, whether its scaler saw an overflow; ranks without a scaler are left out.
+            rank: this one.
 
         Raises:
             ConfigurationError: the ranks' scalers saw different things, and the scaler is unknown here.
         """
-        if len(set(overflowed)) == 1:
+        if len(set(overflowed.values())) <= 1:
             return
         if self._scaler is None:
+            first = next(one for one, saw in overflowed.items() if saw)
+            first = next(one for one, saw in overflowed.items() if saw)
             raise ConfigurationError(
-                f"the GradScaler of rank {overflowed.index(True)} saw an overflow that others did not, so that their "
-                "scales would go apart; pass scaler= to GuardedOptimizer on every rank"
+                f"the GradScaler of rank {first} saw an overflow that others did not, so that their scales would go "
+                "apart; pass scaler= to GuardedOptimizer on every rank"
             )
-        if not overflowed[place]:
+        if not overflowed.get(rank, True):
             self._write_flags(guarded, 1.0)
 
     def forgive(self, guarded: Optimizer) -> None:

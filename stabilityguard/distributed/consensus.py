@@ -208,7 +208,7 @@ class Consensus:
         left, found, present, left_spread, found_spread, left_raw, found_raw, sums, _ = self._split(vector)
         left.copy_(shares.left)
         found.copy_(shares.found)
-        present.copy_(shares.present * self._shares)
+        _write(present, shares.present * self._shares)
         if left_spread.numel():
             left_spread.copy_(shares.left.square())
             found_spread.copy_(shares.found.square())
@@ -226,7 +226,7 @@ class Consensus:
         flags = sum(1 << i for i, name in enumerate(_FLAGS) if getattr(ballot, name))
         known = [PROTOCOL, ballot.step, flags, ballot.signals, ballot.decision, ballot.memory]
         known += [shares.loss is not None, 0, 0, 0, 0, shares.passes]
-        row[: len(known)].copy_(torch.tensor(known, dtype=torch.float64, device="cpu"))
+        _write(row[: len(known)], torch.tensor(known, dtype=torch.float64, device="cpu"))
         for name in _SCALARS:
             value = getattr(shares, name)
             if value is not None:
@@ -239,9 +239,9 @@ class Consensus:
         fields = self._split(vector)
         (left, found), (left_raw, found_raw) = fields[:2], fields[5:7]
         if left_raw.numel():
-            layer_of_element = self._layer_of_element.to(vector.device)
-            left.index_add_(0, layer_of_element, left_raw.square())
-            found.index_add_(0, layer_of_element, found_raw.square())
+            self._layer_of_element = self._layer_of_element.to(vector.device)  # moves once
+            left.index_add_(0, self._layer_of_element, left_raw.square())
+            found.index_add_(0, self._layer_of_element, found_raw.square())
         left, found, present, left_spread, found_spread, sums, rows = _to_host([*fields[:5], *fields[7:]])
         reduced = self._find_reduced(left, found, present, left_spread, found_spread)
         self._complete(left, found, present)
@@ -281,6 +281,11 @@ def _to_host(fields: Sequence[Tensor]) -> Sequence[Tensor]:
     if fields[0].device.type == "cpu":
         return fields
     return torch.split(torch.cat(list(fields)).cpu(), [field.numel() for field in fields])
+
+
+def _write(target: Tensor, values: Tensor) -> None:
+    """Copies from the host without waiting for the device: from pinned memory, where there is one."""
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
 
 
 def _read_row(values: Sequence[float]) -> Ballot:

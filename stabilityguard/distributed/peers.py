@@ -27,12 +27,13 @@ class Peers:
     Args:
         group: the process group that the guard speaks over, or None for one process alone.
         device: where that group takes tensors.
+        rank: the global rank of one process alone.
     """
 
-    def __init__(self, group: Any | None, device: torch.device) -> None:
+    def __init__(self, group: Any | None, device: torch.device, *, rank: int = 0) -> None:
         self._group = group
         self.device = device
-        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
         """Global rank of every member."""
         self.place: int = dist.get_rank(group) if group is not None else 0
         """Index of this rank in ``ranks``."""
@@ -47,8 +48,10 @@ class Peers:
         available = dist.is_available() and dist.is_initialized()
         if process_group is not None and not available:
             raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
-        if not available or dist.get_world_size(process_group) == 1:
+        if not available:
             return ALONE
+        if dist.get_world_size(process_group) == 1:
+            return cls(None, ALONE.device, rank=dist.get_rank())
         if dist.get_rank(process_group) < 0:
             raise ConfigurationError(f"rank {dist.get_rank()} is no member of process_group; guard on its members only")
         parent = dist.group.WORLD if process_group is None else process_group
@@ -68,19 +71,21 @@ class Peers:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * len(self)
-        with self._explained(doing):
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with self._explained(doing), on_device:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     @contextlib.contextmanager
     def sharing_errors(self, doing: str) -> Iterator[None]:
-        """Raises ConfigurationError on every rank if the block does so on one. Collective calls at the block's end."""
-        problem: ConfigurationError | None = None
+        """Raises ConfigurationError on every rank if the block raises on one. Collective calls at the block's end."""
+        problem: Exception | None = None
         try:
             yield
-        except ConfigurationError as error:
+        except Exception as error:
             problem = error
-        problems = self.gather(None if problem is None else str(problem), doing)
+        kind = "" if isinstance(problem, ConfigurationError) else f"{type(problem).__name__}: "
+        problems = self.gather(None if problem is None else f"{kind}{problem}", doing)
         if problem is not None:
             raise problem
         for rank, text in zip(self.ranks, problems, strict=True):

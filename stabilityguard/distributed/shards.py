@@ -18,8 +18,8 @@ from stabilityguard.errors import ConfigurationError
 from stabilityguard.measure.modules import ROOT_LAYER, clean_name, named_layers
 
 ShardOf = Callable[[str, Tensor], Hashable]
-"""Maps a plain parameter's qualified name and tensor to what tells this rank's shard of it from others'; None where it
-is a replica."""
+"""Maps a parameter's qualified name and tensor to what tells this rank's part of it from others', beyond what the
+tensor itself says; None where it is a replica."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def find_shards(model: nn.Module, parameters: Iterable[Tensor], shard_of: ShardO
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in wanted):
         raise ConfigurationError("the model has lazy parameters without a shape; run one forward before guarding")
     modules = list(named_layers(model))
-    flat = _flat_shards(modules)
+    flat = _flat_shards(modules, shard_of)
     owner: dict[Tensor, tuple[str, str]] = {
         p: (name, k) for name, m in reversed(modules) for k, p in m._parameters.items() if p is not None
     }
@@ -99,10 +99,15 @@ def find_shards(model: nn.Module, parameters: Iterable[Tensor], shard_of: ShardO
 
 
 def _identity(parameter: Tensor, layer: str, name: str, shard_of: ShardOf | None) -> Hashable:
-    if local_part(parameter) is not parameter:
-        return _identity_on_mesh(parameter)
+    is_split = local_part(parameter) is not parameter
+    found = _identity_on_mesh(parameter) if is_split else tuple(parameter.shape)
+    return _told_apart(found, layer, name, parameter, shard_of)
+
+
+def _told_apart(found: Hashable, layer: str, name: str, parameter: Tensor, shard_of: ShardOf | None) -> Hashable:
+    """The identity ``found``, with what the user knows beyond it."""
     qualified = name if layer == ROOT_LAYER else f"{layer}.{name}"
-    return tuple(parameter.shape), None if shard_of is None else shard_of(qualified, parameter)
+    return found if found is None or shard_of is None else (found, shard_of(qualified, parameter))
 
 
 def _identity_on_mesh(parameter: Any) -> Hashable:
@@ -137,18 +142,18 @@ def partial_terms(gradient: Any) -> float | None:
 # Flat parameters of FSDP 1 -----------------------------------------------------------------------------------------
 
 
-def _flat_shards(modules: Sequence[tuple[str, nn.Module]]) -> dict[Tensor, list[Shard]]:
+def _flat_shards(modules: Sequence[tuple[str, nn.Module]], shard_of: ShardOf | None) -> dict[Tensor, list[Shard]]:
     """The shards of every parameter that FSDP 1 keeps in a flat one, by the parameter that an optimizer is given."""
     found: dict[Tensor, list[Shard]] = {}
     for prefix, module in modules:
         handle = module.__dict__.get("_handle")
         flat = getattr(handle, "flat_param", None)
         if flat is not None:
-            found.update(_shards_of_flat("" if prefix == ROOT_LAYER else prefix, flat, handle))
+            found.update(_shards_of_flat("" if prefix == ROOT_LAYER else prefix, flat, handle, shard_of))
     return found
 
 
-def _shards_of_flat(prefix: str, flat: Any, handle: Any) -> dict[Tensor, list[Shard]]:
+def _shards_of_flat(prefix: str, flat: Any, handle: Any, shard_of: ShardOf | None) -> dict[Tensor, list[Shard]]:
     spans = unsharded_spans(flat)
     infos = flat._shard_param_infos if handle.uses_sharded_strategy else [None] * len(flat._fqns)
     found: dict[Tensor, list[Shard]] = {}
@@ -160,7 +165,7 @@ def _shards_of_flat(prefix: str, flat: Any, handle: Any) -> dict[Tensor, list[Sh
             layer or ROOT_LAYER,
             name,
             parameter,
-            identity,
+            _told_apart(identity, layer or ROOT_LAYER, name, parameter, shard_of),
             None if handle._use_orig_params else span,
             trigger=flat,
         )

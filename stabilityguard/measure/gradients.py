@@ -16,7 +16,7 @@ from stabilityguard.detect.statistics import Finding
 from stabilityguard.distributed.shards import local_part, partial_terms
 from stabilityguard.measure.examination import Piece, examine, needed
 from stabilityguard.measure.layers import LayerTable
-from stabilityguard.measure.norms import ReadingPlan
+from stabilityguard.measure.norms import ReadingPlan, list_of_norms
 
 Stamp = tuple[list[int], list[weakref.ref[Tensor]], list[int]]
 """Places without a gradient, and the gradients there are with their versions, held weakly: an address can be reused."""
@@ -79,6 +79,8 @@ class GradientReader:
             p for p in table.parameters if any(placed.is_replicate() for placed in getattr(p, "placements", ()))
         ]
         self._complex = any(p.is_complex() for p in table.parameters)
+        self.has_half = any(p.element_size() <= 2 for p in table.parameters)
+        """Whether some parameters, and so their gradients, have 16 bits."""
         self._plan: tuple[list[int], ReadingPlan] | None = None
 
     def read(self) -> Measurement:
@@ -104,13 +106,10 @@ class GradientReader:
     def glance(self) -> Glance:
         """Takes the norms of the dense gradients on this rank. Neither a collective nor a wait for the device."""
         gradients = self._gradients()
-        there = [i for i, g in enumerate(gradients) if g is not None and not g.is_sparse]
-        values = self._values(gradients, _present(gradients))
-        if len(values) > len(there):  # some are sparse
-            values = [value for value in values if not value.is_sparse]
-        return Glance(
-            norms=torch._foreach_norm(values) if values else [], layers=[self.table.layer_of[i] for i in there]
-        )
+        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        values = dict(zip(there, self._values(gradients, _present(gradients)), strict=True))
+        dense = {i: value for i, value in values.items() if not value.is_sparse}
+        return Glance(norms=list_of_norms(list(dense.values())), layers=[self.table.layer_of[i] for i in dense])
 
     def nothing(self) -> Measurement:
         """What there is to be measured where no gradient is present."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,11 +54,18 @@ class ReadingPlan:
     def squares(self, values: list[Tensor]) -> Tensor:
         """float64, shape (L,): the squared norms by layer, each shard's by its weight."""
         norms = self._norms(values)
+        if self._layer_of_norm.device != norms.device:
+            self._move_to(norms.device)
         squares = torch.zeros(len(self.layers_present), dtype=torch.float64, device=norms.device)
         of_norms = norms.square_()
         if self._weights is not None:
-            of_norms *= self._weights.to(norms.device)
-        return squares.index_add_(0, self._layer_of_norm.to(norms.device), of_norms)
+            of_norms *= self._weights
+        return squares.index_add_(0, self._layer_of_norm, of_norms)
+
+    def _move_to(self, device: torch.device) -> None:
+        """Once: a copy from the host in every step would wait for the device."""
+        self._layer_of_norm = self._layer_of_norm.to(device)
+        self._weights = None if self._weights is None else self._weights.to(device)
 
     def _norms(self, values: list[Tensor]) -> Tensor:
         """float64: the L2 norms of whole gradients, of what rows leave over, and of rows, in this order."""
@@ -87,6 +95,16 @@ def _row_norms(gradient: Tensor, count: int) -> Tensor:
         flat.as_strided((count, ROW), (ROW, 1)), dim=1, dtype=_accumulator(gradient.dtype)
     )
     return rows
+
+
+def list_of_norms(pieces: list[Tensor]) -> Sequence[Tensor]:
+    """0-dim each: L2 norms, not brought together."""
+    if not pieces:
+        return []
+    try:
+        return torch._foreach_norm(pieces, 2.0, dtype=_accumulator(pieces[0].dtype))
+    except RuntimeError:  # mixed devices, or float64 beside others
+        return norms_of(pieces).unbind()
 
 
 def norms_of(pieces: list[Tensor], order: float = 2.0) -> Tensor:

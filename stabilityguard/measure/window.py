@@ -15,6 +15,9 @@ from stabilityguard.measure.backward import EndOfBackward
 from stabilityguard.measure.gradients import Glance, GradientReader, Measurement
 from stabilityguard.measure.layers import LayerTable
 
+HALF_ROUNDING = 5e-3
+"""Relative error that dividing 16-bit gradients may leave in a squared norm: bfloat16 has 8 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
@@ -59,6 +62,8 @@ class Sight:
 
     scale: LossScale
     passes: int
+    rounding: float = 1e-5
+    """Relative error that dividing the gradients may leave in a squared norm."""
 
 
 class GradientWindow:
@@ -86,7 +91,7 @@ class GradientWindow:
         self._left: _Look | None = None
         self._own: Glance | None = None
         self._passes = 0
-        self._in_order = in_order
+        self._in_order, self._sees_own = in_order, sees_own
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -117,7 +122,10 @@ class GradientWindow:
         looks = () if self._left is None else (self._left,)
         if not self.measured or scale.unscaled_unseen or self.table.census.is_reduced_by_hand:
             looks = (*looks, _Look(measurement=self.reader.read(), findings=None))
-        sight = Sight(looks=looks, own=self._own, fired=self._fired, scale=scale, passes=self._passes)
+        rounding = HALF_ROUNDING if self.reader.has_half else Sight.rounding
+        sight = Sight(
+            looks=looks, own=self._own, fired=self._fired, scale=scale, passes=self._passes, rounding=rounding
+        )
         self.forget()
         return sight
 
@@ -126,7 +134,7 @@ class GradientWindow:
         self.forget()
         return Sight(
             looks=(_Look(measurement=self.reader.nothing(), findings={}),),
-            own=None,
+            own=Glance(norms=(), layers=()) if self._sees_own else None,
             fired=(),
             scale=LossScale(),
             passes=0,
@@ -193,7 +201,7 @@ def shares_of(sight: Sight, loss: Tensor | None) -> Shares:
         scale_found=of_found,
         passes=sight.passes,
     )
-    return _averaged(shares) if len(sight.looks) > 1 and sight.passes > 1 else shares
+    return _averaged(shares, sight.rounding) if len(sight.looks) > 1 and sight.passes > 1 else shares
 
 
 def _unscaled(values: Tensor, scale: Tensor | None, power: int) -> Tensor:
@@ -214,7 +222,7 @@ def _overflow(scale: LossScale) -> Tensor | None:
     return overflow
 
 
-def _averaged(shares: Shares) -> Shares:
+def _averaged(shares: Shares, tolerance: float) -> Shares:
     """The same, where ``step()`` finds gradients divided by a number of backward passes.
 
     That is no clipping that would hide something: pipelines and hand-written accumulation end so. A rank that holds
@@ -224,13 +232,15 @@ def _averaged(shares: Shares) -> Shares:
     most = shares.passes
     return replace(
         shares,
-        left=squares[0] / _divisors(*squares, lambda ratio: ratio.sqrt().round().square(), most**2),
-        left_raw=raw[0] if raw[0] is None or raw[1] is None else raw[0] / _divisors(raw[0], raw[1], torch.round, most),
+        left=squares[0] / _divisors(*squares, lambda ratio: ratio.sqrt().round().square(), most**2, tolerance),
+        left_raw=raw[0]
+        if raw[0] is None or raw[1] is None
+        else raw[0] / _divisors(raw[0], raw[1], torch.round, most, tolerance),
     )
 
 
-def _divisors(left: Tensor, found: Tensor, rounded: Callable[[Tensor], Tensor], most: int) -> Tensor:
+def _divisors(left: Tensor, found: Tensor, rounded: Callable[[Tensor], Tensor], most: int, tolerance: float) -> Tensor:
     """By what each of ``left`` was divided to become ``found``: 1 unless that is a number of passes up to ``most``."""
     divisor = rounded(left / found)
-    is_number = (divisor > 1) & (divisor <= most) & ((left - found * divisor).abs() <= 1e-5 * left.abs())
+    is_number = (divisor > 1) & (divisor <= most) & ((left - found * divisor).abs() <= tolerance * left.abs())
     return torch.where(is_number, divisor, 1.0)

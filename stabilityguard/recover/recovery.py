@@ -56,12 +56,15 @@ class Recovery:
         """Whether parameters were written to between ``begin()`` and now, with no step applied in between."""
         return self._versions_at_begin is not None and self._versions_at_begin != self._versions()
 
-    def begin(self, step: int, memory: State) -> None:
-        """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up."""
+    def begin(self, step: int, memory: State, *, in_step: bool = False) -> None:
+        """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up.
+
+        ``in_step`` says that a forward has written to the buffers since.
+        """
         rewritten, self._versions_at_begin = self._versions_at_begin is not None, self._versions()
         self._since_snapshot = 0
         live = self._state.tensors()
-        if rewritten and self._buffers is not None:  # in the midst of a step: its forward has written to the buffers
+        if (rewritten or in_step) and self._buffers is not None:
             live.update({("buffer", name, ""): copy for name, copy in self._buffers.copies.items()})
         else:
             self._buffers = BufferKeeper(self._slots)

@@ -69,27 +69,29 @@ def describe_spike(
     }
 
 
-def describe_ranks(ranks: Sequence[int], statistics: Statistics, record: StepRecord) -> list[dict[str, Any]]:
+def describe_ranks(
+    ranks: Sequence[int], statistics: Statistics, record: StepRecord, tripped: Iterable[int]
+) -> list[dict[str, Any]]:
     """Each rank's loss, inputs and norms, and the batches of the bad ones; nothing for one process."""
     if len(ranks) == 1:
         return []
-    names = record.layers.names
+    names, gravest = record.layers.names, list(tripped)[:DETAILED_LAYERS]
     return [
         {
             "rank": rank,
             "is_bad": rank in record.bad_ranks,
             "loss": plain(loss),
             "bad_inputs": evidence.bad_inputs,
-            "norms": {names[i]: plain(norm) for i, norm in _norms_of_rank(evidence).items()},
+            "norms": {names[i]: plain(norm) for i, norm in _norms_of_rank(evidence, gravest).items()},
             "batches": evidence.batches if rank in record.bad_ranks else [],
         }
         for rank, loss, evidence in zip(ranks, statistics.rank_losses, statistics.evidence or (), strict=True)
     ]
 
 
-def _norms_of_rank(evidence: Evidence) -> dict[int, float]:
+def _norms_of_rank(evidence: Evidence, layers: Iterable[int]) -> dict[int, float]:
     known = evidence.shares if evidence.own is None else evidence.own
-    return dict(list(known.items())[:DETAILED_LAYERS])
+    return {layer: known[layer] for layer in layers if layer in known}
 
 
 def environment() -> dict[str, str]:
