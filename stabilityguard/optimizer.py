@@ -69,7 +69,7 @@ class GuardedOptimizer(Optimizer):
         process_group: the ranks that step this model; all of them by default. Constructing is a collective over them.
         timeout: how long to wait for a lost rank; the group's own timeout by default.
         drift_check_every: steps between two comparisons of replicated parameters over ranks; 0 for none.
-        shard_of: for plain tensors that were split by hand, maps a parameter's qualified name and tensor to what tells
+        shard_of: for parameters that were split by hand, maps a parameter's qualified name and tensor to what tells
             this rank's part from others', such as its rank in a tensor-parallel group; None for replicas.
 
     Raises:

@@ -174,7 +174,7 @@ class Consensus:
 
         ``checksums`` holds this rank's whole numbers for the replica sets that it is a member of, in their order.
         """
-        if len(self._peers) == 1 and shares.left.device.type == "cpu":
+        if len(self._peers) == 1 and shares.left.device.type == "cpu" and shares.left_raw is None:
             return self._agree_alone(shares, ballot)
         vector = self._pack(shares, ballot, checksums)
         self._peers.all_reduce(vector, f"agreeing on step {ballot.step}")

@@ -39,13 +39,14 @@ def test_without_a_process_group_a_process_is_alone():
 
 
 def only_rank(rank):
-    model = Net()
-    optimizer = guard(model, timeout=SECONDS)
-    return peers_of(optimizer) is ALONE, Peers.of(dist.new_group([0]), model.parameters()) is ALONE
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    optimizer = guard(Net(), timeout=SECONDS, process_group=groups[rank])
+    peers = peers_of(optimizer)
+    return len(peers), peers.ranks, peers.gather("told", "asking")
 
 
-def test_the_only_rank_of_a_group_is_alone():
-    assert run(1, only_rank) == [(True, True)]
+def test_the_only_rank_of_a_group_is_alone_and_keeps_its_number():
+    assert run(2, only_rank) == [(1, (0,), ["told"]), (1, (1,), ["told"])]
 
 
 @pytest.mark.parametrize("timeout", [0, 5, timedelta(0), timedelta(seconds=-1), "5s"])
