@@ -47,10 +47,10 @@ def _telling_norms(
         return shares, False
     if _differ([share for share in held if share]):
         return shares, True
-    if any(e.own is None for e in evidence):
-        return (shares, True) if _differ(held) else (nothing, False)
-    own = [e.own.get(layer) for e in evidence if e.own is not None]
-    return (own, True) if _differ(own) or all(e.is_unreduced for e in evidence) else (nothing, False)
+    own = [None if e.own is None else e.own.get(layer) for e in evidence]
+    if all(e.own is not None for e in evidence) and (_differ(own) or all(e.is_unreduced for e in evidence)):
+        return own, True
+    return (shares, True) if _differ(held) else (nothing, False)
 
 
 def _differ(values: Sequence[float | None]) -> bool:

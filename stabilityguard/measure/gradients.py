@@ -153,8 +153,9 @@ class GradientReader:
         """Sets every gradient to zero in place; absent ones stay absent."""
         present = _present([parameter.grad for parameter in self.table.parameters])
         values = list(map(local_part, present)) if self._split else present
-        with torch.no_grad():
-            torch._foreach_zero_([value._values() if value.is_sparse else value for value in values])
+        if values:
+            with torch.no_grad():
+                torch._foreach_zero_([value._values() if value.is_sparse else value for value in values])
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiplies every gradient in place by ``factor``, a Python number or a 0-dim tensor."""
