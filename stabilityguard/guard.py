@@ -223,6 +223,12 @@ class Guard:
         """Asks for the coming step to be skipped."""
         self._veto = reason
 
+    def forget_gradients(self) -> None:
+        """Drops what was measured: these gradients will not be stepped on."""
+        self.window.forget()
+        if self._joined_rank is not None:
+            self._joined_rank.forget()
+
     def _check_surroundings(self) -> None:
         if self.window.consumed:
             raise StabilityGuardError(
@@ -313,11 +319,6 @@ class Guard:
             "batches": self._forward.describe_batches(),
             "veto": self._veto,
         }
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a training forward or a step was seen since construction, or since a state was loaded."""
-        return self._begun
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""

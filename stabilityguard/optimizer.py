@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -216,13 +218,16 @@ class GuardedOptimizer(Optimizer):
 
     def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
         """Whether this is no training step but torch's way of filling an empty state: zero gradients at zero rate."""
-        if closure is not None or self.base_optimizer.state or self._guard.has_begun:
+        if closure is not None or self.base_optimizer.state:
             return False
         rates = [group.get("lr") for group in self.param_groups]
         if any(rate is None or float(rate) != 0.0 for rate in rates) or self._guard.window.measured:
             return False
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return bool(trained) and all(p.grad is not None and not local_part(p.grad).any() for p in trained)
+        if not all(p.grad is not None and not local_part(p.grad).any() for p in trained):
+            return False
+        # Over several ranks it must be torch for sure: this could be a rank without data, which has to vote.
+        return len(self._guard.peers) == 1 or _is_called_by("_init_optim_state")
 
     # What the guard knows ---------------------------------------------------------------------------------------
 
@@ -279,7 +284,7 @@ class GuardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and what was measured of them."""
-        self._guard.window.forget()
+        self._guard.forget_gradients()
         self.base_optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -292,8 +297,10 @@ class GuardedOptimizer(Optimizer):
         return {**self.base_optimizer.state_dict(), STATE_KEY: self._guard.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a guarded or an unguarded optimizer's state; the coming step starts from it."""
-        self.base_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
+        """Loads a guarded or an unguarded optimizer's state, or the guard's entry alone; the coming step starts from it."""
+        of_base = {k: v for k, v in state_dict.items() if k != STATE_KEY}
+        if of_base:
+            self.base_optimizer.load_state_dict(of_base)
         self._guard.load_state_dict(state_dict.get(STATE_KEY))
 
     def __getattr__(self, name: str) -> Any:
@@ -327,3 +334,10 @@ class GuardedOptimizer(Optimizer):
         self._guard.close()
         self._assemble(self.base_optimizer, self._parts, (), peers)
         self._guard.load_state_dict(guard)
+
+
+def _is_called_by(function: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None

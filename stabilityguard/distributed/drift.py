@@ -59,7 +59,8 @@ def check_replicas(
         )
         raise ReplicaDriftError(
             f"replicated parameters are no longer alike before step {step}: {named_ranks(drifted)} differ(s) "
-            f"(checksums: {told}). A memory fault, or a broadcast that was missed; go back to a checkpoint",
+            f"(checksums: {told}). A memory fault, a missed broadcast, or moments left apart by join(); "
+            "go back to a checkpoint",
             step=step,
             ranks=tuple(drifted),
         )

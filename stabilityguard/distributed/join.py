@@ -13,7 +13,7 @@ class JoinedRank:
     """Has ``shadow_step`` called for every step that the other ranks make after this one has run out of data.
 
     DistributedDataParallel mirrors its own collectives by hooks that it makes when ``join()`` is entered; ours is put
-    around them. A step has as many of the wrapper's reductions as this rank's own steps had.
+    around them. A step of the others is taken to have as many of the wrapper's reductions as this rank's own steps had.
     """
 
     def __init__(self, model: nn.Module, shadow_step: Callable[[], None]) -> None:
@@ -33,7 +33,15 @@ class JoinedRank:
 
     def step_ended(self) -> None:
         """Takes note of how many reductions this rank's own step had, and counts anew."""
-        self._reductions_of_a_step = self._reductions or self._reductions_of_a_step
+        self._reductions_of_a_step = max(self._reductions, self._reductions_of_a_step)
+        self._reductions = 0
+        if self._wrapper is not None:  # several guards are called in the order in which they step
+            joined_ranks = self._wrapper.__dict__["join_hook"].joined_ranks
+            joined_ranks.remove(self)
+            joined_ranks.append(self)
+
+    def forget(self) -> None:
+        """Counts anew: the passes so far lead to no step."""
         self._reductions = 0
 
     def others_reduced(self) -> None:

@@ -50,6 +50,10 @@ class Peers:
             raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
         if not available:
             return ALONE
+        if hasattr(process_group, "get_group"):
+            raise ConfigurationError(
+                "process_group is a DeviceMesh; pass the group of one of its dimensions: get_group()"
+            )
         if dist.get_world_size(process_group) == 1:
             return cls(None, ALONE.device, rank=dist.get_rank())
         if dist.get_rank(process_group) < 0:

@@ -108,7 +108,7 @@ class GradientReader:
         gradients = self._gradients()
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
         values = dict(zip(there, self._values(gradients, _present(gradients)), strict=True))
-        dense = {i: value for i, value in values.items() if not value.is_sparse}
+        dense = {i: _real(value) for i, value in values.items() if not value.is_sparse}
         return Glance(norms=list_of_norms(list(dense.values())), layers=[self.table.layer_of[i] for i in dense])
 
     def nothing(self) -> Measurement:
