@@ -297,7 +297,7 @@ class GuardedOptimizer(Optimizer):
         return {**self.base_optimizer.state_dict(), STATE_KEY: self._guard.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a guarded or unguarded optimizer's state, or the guard's entry alone; the coming step starts from it."""
+        """Loads a guarded or unguarded optimizer's state, or the guard's part alone; the coming step starts there."""
         of_base = {k: v for k, v in state_dict.items() if k != STATE_KEY}
         if of_base:
             self.base_optimizer.load_state_dict(of_base)
