@@ -84,6 +84,9 @@ def _work(rank, store, ranks, timeout, sender, function, arguments):
         result = pickle.dumps((True, function(rank, *arguments)))
     except BaseException:
         result = pickle.dumps((False, traceback.format_exc()))
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
+        measured.stop()
+        measured.save()
     sender.send_bytes(result)
     sender.close()
     sys.stdout.flush()

@@ -367,9 +367,15 @@ def test_rounding_does_not_make_alike_replicas_differ(ranks):
 
 
 def test_replicas_that_were_alike_or_still_differ_were_not_reduced():
-    assert not reduced((4.0, 1.0), (4.0, 1.0))
+    assert not reduced((5.0, 1.0), (5.0, 1.0))
     assert not reduced((4.0, 1.0), (9.0, 1.1))
     assert not reduced((4.0, 1.0), (4.0, 2.0))
+
+
+def test_sums_that_were_divided_by_the_number_of_replicas_were_reduced():
+    assert reduced((4.0, 1.0), (4.0, 1.0))
+    assert reduced((9.0, 1.0), (9.0, 1.0), (9.0, 1.0))
+    assert not reduced((4.0, 1.0), (4.0, 1.0), (4.0, 1.0))
 
 
 def test_those_without_a_gradient_are_left_out_of_the_comparison():
