@@ -21,7 +21,7 @@ from stabilityguard.measure.window import GradientWindow, Sight, shares_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Deliberation:
     """What was said about one step."""
 
     sight: Sight
@@ -70,7 +70,7 @@ class Council:
         self._census, self._shards = window.table.census, window.table.shards
         self._consensus = Consensus(self._census, peers)
 
-    def agree(self, sight: Sight, loss: Tensor | None, ballot: Ballot) -> Session:
+    def agree(self, sight: Sight, loss: Tensor | None, ballot: Ballot) -> Deliberation:
         """Adds up what all ranks have seen. A collective: one all-reduce; waits for one copy to the host.
 
         Raises:
@@ -84,24 +84,31 @@ class Council:
             check_alike(agreement.ballots, self.peers.ranks)
         if looks_for_drift and not any(ballot.joined for ballot in agreement.ballots):  # they are apart until all have
             check_replicas(agreement.checksums, self._census.replicas, self.peers.ranks, ballot.step)
-        return Session(sight=sight, agreement=agreement, readings=read(agreement))
+        return Deliberation(sight=sight, agreement=agreement, readings=read(agreement))
 
-    def statistics(self, session: Session) -> Statistics:
+    def statistics(self, deliberation: Deliberation) -> Statistics:
         """What is to be judged. Where something is wrong already, a collective: all ranks tell what they saw."""
-        asked = self._ask(session, session.readings.suspects) if session.is_suspect else None
-        return settle(session.agreement, session.readings, asked)
+        asked = self._ask(deliberation, deliberation.readings.suspects) if deliberation.is_suspect else None
+        return settle(deliberation.agreement, deliberation.readings, asked)
 
-    def with_evidence(self, session: Session, statistics: Statistics, layers: Sequence[int]) -> Statistics:
+    def with_evidence(self, deliberation: Deliberation, statistics: Statistics, layers: Sequence[int]) -> Statistics:
         """The same, with what each rank saw of ``layers``. A collective, unless they were asked before."""
-        asked = set(session.readings.suspects)
+        asked = set(deliberation.readings.suspects)
         if statistics.evidence is not None and asked.issuperset(layers):
             return statistics
-        return replace(statistics, evidence=tuple(t.evidence for t in self._ask(session, sorted(asked.union(layers)))))
+        return replace(
+            statistics, evidence=tuple(t.evidence for t in self._ask(deliberation, sorted(asked.union(layers))))
+        )
 
-    def _ask(self, session: Session, layers: Sequence[int]) -> list[Testimony]:
-        ballot = session.agreement.ballots[self.peers.place]
+    def _ask(self, deliberation: Deliberation, layers: Sequence[int]) -> list[Testimony]:
+        ballot = deliberation.agreement.ballots[self.peers.place]
         testimony = testify(
-            self._window, session.sight, layers, ballot, found=session.readings.found, evidence=self._witness()
+            self._window,
+            deliberation.sight,
+            layers,
+            ballot,
+            found=deliberation.readings.found,
+            evidence=self._witness(),
         )
         return self.peers.gather(testimony, f"telling what it saw in step {ballot.step}")
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from stabilityguard.case import BadEvaluation, Case, Outcome, make_error, make_record
 from stabilityguard.chronicle import Chronicle
 from stabilityguard.config import GuardConfig
-from stabilityguard.council import Council, Session, check_settings
+from stabilityguard.council import Council, Deliberation, check_settings
 from stabilityguard.detect.detector import Detector, State, realign
 from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
@@ -65,7 +65,7 @@ class Guard:
         self.config = config
         self.peers = peers
         self.steps = 0
-        self.session: Session
+        self.deliberation: Deliberation
         self.chronicle = Chronicle(publisher, config, peers)
         self._model, self._optimizer = model, optimizer
         self._detector, self._tracked = detector, tracked
@@ -108,25 +108,27 @@ class Guard:
         """Takes part in a step that other ranks make, as a rank that has run out of data: nothing is updated here."""
         self._begin()
         self._agree(lambda: self.window.nothing(), None, LossScale(), joined=True)
-        self._settle(self._council.statistics(self.session), lambda _: None)
+        self._settle(self._council.statistics(self.deliberation), lambda _: None)
 
     def measure(self, loss: Tensor | None, scale: LossScale) -> Statistics:
         """The statistics of the present gradients, agreed on with the peers; ``loss`` defaults to the model's own."""
         seen = self._forward.take_loss()
         loss = seen if loss is None else loss
         self._agree(lambda: self.window.look(scale), loss, scale)
-        return self._council.statistics(self.session)
+        return self._council.statistics(self.deliberation)
 
     def _agree(self, see: Callable[[], Sight], loss: Tensor | None, scale: LossScale, *, joined: bool = False) -> None:
         """Agrees with the peers on what ``see`` shows, twice where the layers have to be counted anew in between."""
-        self.session = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
-        if self.session.wants_census:
+        self.deliberation = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
+        if self.deliberation.wants_census:
             self._replace_table(self._count())
             self._begin()
-            self.session = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
-        if self._had_joined and not self.session.has_joined:  # the ranks' states were apart, and were made alike again
+            self.deliberation = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
+        if (
+            self._had_joined and not self.deliberation.has_joined
+        ):  # the ranks' states were apart, and were made alike again
             self._recovery.begin(self.steps, self._memory, in_step=True)
-        self._had_joined = self.session.has_joined
+        self._had_joined = self.deliberation.has_joined
 
     def _ballot(self, scale: LossScale, *, joined: bool) -> Ballot:
         alone = len(self.peers) == 1
@@ -170,12 +172,12 @@ class Guard:
         diagnosis = diagnose(statistics, verdict)
         if diagnosis is not None:
             spikes = verdict.spikes.nonzero().flatten().tolist()
-            statistics = self._council.with_evidence(self.session, statistics, spikes)
+            statistics = self._council.with_evidence(self.deliberation, statistics, spikes)
         decision = self._breaker.decide(
             self._breaker_state,
             step=self.steps + 1,
             kind=diagnosis.kind if diagnosis else None,
-            has_target=self.session.has_target,
+            has_target=self.deliberation.has_target,
         )
         return Case(
             step=self.steps + 1,

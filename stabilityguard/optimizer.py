@@ -200,7 +200,7 @@ class GuardedOptimizer(Optimizer):
 
     def _after_step(self) -> None:
         record = self._guard.chronicle.records[-1]
-        ballots = self._guard.session.agreement.ballots
+        ballots = self._guard.deliberation.agreement.ballots
         scaled = {rank: b.overflowed for rank, b in zip(self._guard.peers.ranks, ballots, strict=True) if b.scaled}
         self._scaling.share(self, scaled, rank=self._guard.peers.ranks[self._guard.peers.place])
         if record.action == "rollback":

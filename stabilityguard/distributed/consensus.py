@@ -224,9 +224,9 @@ class Consensus:
 
     def _write_row(self, row: Tensor, shares: Shares, ballot: Ballot) -> None:
         flags = sum(1 << i for i, name in enumerate(_FLAGS) if getattr(ballot, name))
-        known = [PROTOCOL, ballot.step, flags, ballot.signals, ballot.decision, ballot.memory]
-        known += [shares.loss is not None, 0, 0, 0, 0, shares.passes]
-        _write(row[: len(known)], torch.tensor(known, dtype=torch.float64, device="cpu"))
+        known = {name: getattr(ballot, name) for name in ("protocol", "step", "signals", "decision", "memory")}
+        known |= {"flags": flags, "has_loss": shares.loss is not None, "passes": shares.passes}
+        _write(row, torch.tensor([known.get(name, 0) for name in ROW], dtype=torch.float64, device="cpu"))
         for name in _SCALARS:
             value = getattr(shares, name)
             if value is not None:

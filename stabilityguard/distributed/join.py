@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from stabilityguard.measure.modules import data_parallel_wrappers
+
 
 class JoinedRank:
     """Has ``shadow_step`` called for every step that the other ranks make after this one has run out of data.
@@ -17,7 +19,7 @@ class JoinedRank:
     """
 
     def __init__(self, model: nn.Module, shadow_step: Callable[[], None]) -> None:
-        wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+        wrappers = data_parallel_wrappers(model)
         self._wrapper = wrappers[0] if wrappers else None
         self._shadow_step = weakref.WeakMethod(shadow_step)
         self._reductions = 0

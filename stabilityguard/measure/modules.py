@@ -39,9 +39,14 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
 
 
+def data_parallel_wrappers(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """Every DistributedDataParallel in ``model``, itself included."""
+    return [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+
+
 def reduces_gradients(model: nn.Module) -> bool:
     """Whether DistributedDataParallel is at work in ``model``."""
-    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+    return bool(data_parallel_wrappers(model))
 
 
 def reduces_in_groups(model: nn.Module) -> bool:
@@ -55,5 +60,5 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 def leaves_gradients_to_the_end(model: nn.Module) -> bool:
     """Whether DistributedDataParallel reduces copies of the gradients: until it ends, ``.grad`` is this rank's own."""
-    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    wrappers = data_parallel_wrappers(model)
     return bool(wrappers) and not any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
