@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ LARGE_HALF = 16_384
 
 ROW = 512
 """Elements summed in float32; the rows' sums are added in float64."""
+
+_dtype = attrgetter("dtype")
 
 
 class ReadingPlan:
@@ -102,7 +105,7 @@ def list_of_norms(pieces: list[Tensor]) -> Sequence[Tensor]:
     if not pieces:
         return []
     try:
-        return torch._foreach_norm(pieces, 2.0, dtype=_accumulator(pieces[0].dtype))
+        return _norms_of_one_kind(pieces, 2.0)
     except RuntimeError:  # mixed devices, or float64 beside others
         return norms_of(pieces).unbind()
 
@@ -112,7 +115,7 @@ def norms_of(pieces: list[Tensor], order: float = 2.0) -> Tensor:
     if not pieces:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     try:
-        return torch.stack(torch._foreach_norm(pieces, order, dtype=_accumulator(pieces[0].dtype))).double()
+        return torch.stack(_norms_of_one_kind(pieces, order)).double()
     except RuntimeError:  # mixed devices, or float64 beside others: asking each piece beforehand would cost more
         return _norms_by_kind(pieces, order)
 
@@ -122,10 +125,17 @@ def _norms_by_kind(pieces: list[Tensor], order: float) -> Tensor:
     places: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, piece in enumerate(pieces):
         places[piece.device, piece.dtype].append(i)
-    for (_, dtype), of_kind in places.items():
-        of_pieces = torch._foreach_norm([pieces[i] for i in of_kind], order, dtype=_accumulator(dtype))
+    for of_kind in places.values():
+        of_pieces = _norms_of_one_kind([pieces[i] for i in of_kind], order)
         norms[of_kind] = torch.stack(of_pieces).to(norms.device, torch.float64)
     return norms
+
+
+def _norms_of_one_kind(pieces: list[Tensor], order: float) -> Sequence[Tensor]:
+    """Raises RuntimeError where devices are mixed, or float64 with others."""
+    is_float32 = set(map(_dtype, pieces)) == {torch.float32}
+    dtype = None if is_float32 else _accumulator(pieces[0].dtype)  # named, the same dtype would cost twice the time
+    return torch._foreach_norm(pieces, order, dtype=dtype)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
