@@ -131,7 +131,7 @@ def _norms_by_kind(pieces: list[Tensor], order: float) -> Tensor:
     return norms
 
 
-def _norms_of_one_kind(pieces: list[Tensor], order: float) -> Sequence[Tensor]:
+def _norms_of_one_kind(pieces: list[Tensor], order: float) -> tuple[Tensor, ...]:
     """Raises RuntimeError where devices are mixed, or float64 with others."""
     is_float32 = set(map(_dtype, pieces)) == {torch.float32}
     dtype = None if is_float32 else _accumulator(pieces[0].dtype)  # named, the same dtype would cost twice the time
