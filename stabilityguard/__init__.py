@@ -9,6 +9,8 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "Budget": "config",
+    "CheckpointError": "errors",
+    "CheckpointPolicy": "config",
     "ConfigurationError": "errors",
     "DisagreementError": "errors",
     "GradientSpikeError": "errors",
@@ -22,6 +24,8 @@ _HOMES = {
 
 __all__ = [
     "Budget",
+    "CheckpointError",
+    "CheckpointPolicy",
     "ConfigurationError",
     "DisagreementError",
     "GradientSpikeError",
@@ -34,8 +38,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from stabilityguard.config import Budget, SnapshotPolicy
+    from stabilityguard.config import Budget, CheckpointPolicy, SnapshotPolicy
     from stabilityguard.errors import (
+        CheckpointError,
         ConfigurationError,
         DisagreementError,
         GradientSpikeError,

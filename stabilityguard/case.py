@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from stabilityguard.detect.blame import blame
@@ -31,6 +31,11 @@ class Case:
     diagnosis: Diagnosis | None
     decision: Decision
     lr: float | None
+
+    def ending_in(self, error: Exception) -> Case:
+        """The same case, raised because ``error`` keeps the decision from being carried out."""
+        reason = f"{self.decision.reason}, but {error}"
+        return replace(self, decision=replace(self.decision, action="raise", reason=reason))
 
 
 class BadEvaluation(Exception):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from stabilityguard import __version__
 from stabilityguard.demo.launch import launch
@@ -12,7 +14,10 @@ from stabilityguard.demo.settings import Settings, add_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0 on success, 1 if the demo's guard failed; argparse exits with 2 on bad usage."""
+    """Runs one command. Returns 0 on success, 1 if the demo's guard failed or a checkpoint is broken.
+
+    argparse exits with 2 on bad usage.
+    """
     options = _parser().parse_args(arguments)
     exit_code: int = options.run(options)
     return exit_code
@@ -26,7 +31,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--ranks", type=int, default=1, help="processes that train together (default %(default)s)")
     add_options(demo)
     demo.set_defaults(run=_demo, error=demo.error)
+    checkpoints = commands.add_parser(
+        "checkpoints", help="list the checkpoints in a directory, and what they are worth"
+    )
+    checkpoints.add_argument("directory", help="that of the CheckpointPolicy")
+    checkpoints.add_argument("--verify", action="store_true", help="read every file, and compare it with its digest")
+    checkpoints.set_defaults(run=_checkpoints, error=checkpoints.error)
     return parser
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from stabilityguard.recover.listing import table  # noqa: PLC0415 (the demo needs it not)
+
+    directory = Path(options.directory)
+    if not directory.is_dir():
+        options.error(f"{directory} is no directory")
+    lines, whole = table(directory, verify=options.verify)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if whole else 1
 
 
 def _demo(options: argparse.Namespace) -> int:

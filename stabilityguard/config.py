@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from stabilityguard.errors import ConfigurationError
 
 NanAction = Literal["skip", "rollback", "raise"]
+Moments = Literal["keep", "reset_trigger_layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,33 @@ class SnapshotPolicy:
         _require_integer("SnapshotPolicy.every", self.every, minimum=1)
         _require_integer("SnapshotPolicy.quarantine", self.quarantine, minimum=0)
         _require_integer("SnapshotPolicy.keep", self.keep, minimum=2 if self.quarantine else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """When states are written to disk, and which of the checkpoints count as clean."""
+
+    directory: str = "./sg_checkpoints"
+    """Where the checkpoints lie, one directory each; the same, shared one on every rank. Created when missing."""
+
+    every: int = 1000
+    """Applied steps between two checkpoints; at least 1."""
+
+    keep: int = 3
+    """Clean checkpoints kept on disk, the newest ones; at least 1. Those still on probation come on top."""
+
+    quarantine: int = 10
+    """Healthy steps that must follow a checkpoint before it counts as clean; at least 0."""
+
+    asynchronous: bool = False
+    """Whether files are written in the background, from a copy in host memory."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", _path("CheckpointPolicy.directory", self.directory))
+        _require_integer("CheckpointPolicy.every", self.every, minimum=1)
+        _require_integer("CheckpointPolicy.keep", self.keep, minimum=1)
+        _require_integer("CheckpointPolicy.quarantine", self.quarantine, minimum=0)
+        _require_type("CheckpointPolicy.asynchronous", self.asynchronous, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +110,17 @@ class GuardConfig:
     max_grad_norm: float | None = None
     """Global L2 norm to clip to after a healthy verdict, or None not to clip; greater than 0."""
 
-    snapshots: SnapshotPolicy | None = None
-    """Snapshots in RAM; defaults to ``SnapshotPolicy()`` where ``nan_action="rollback"``."""
+    snapshots: SnapshotPolicy | Literal[False] | None = None
+    """Snapshots in RAM; None means ``SnapshotPolicy()`` where ``nan_action="rollback"``, and False none at all."""
+
+    checkpoints: CheckpointPolicy | None = None
+    """Checkpoints on disk."""
+
+    moments: Moments = "keep"
+    """Whether a rollback also clears the optimizer's state for the parameters of the layer that tripped."""
+
+    replay_data: bool = False
+    """Whether a rollback rewinds ``track["dataloader"]``, so that the same batches come again."""
 
     budget: Budget = field(default_factory=Budget)
     """Limits of the ladder."""
@@ -103,10 +140,14 @@ class GuardConfig:
         _require_type("verbose", self.verbose, bool)
         _require_type("budget", self.budget, Budget)
         object.__setattr__(self, "log_dir", _path("log_dir", self.log_dir))
+        _require_choice("moments", self.moments, get_args(Moments))
+        _require_type("replay_data", self.replay_data, bool)
         if self.snapshots is None and self.nan_action == "rollback":
             object.__setattr__(self, "snapshots", SnapshotPolicy())
-        if self.snapshots is not None:
+        if self.snapshots is not None and self.snapshots is not False:
             _require_type("snapshots", self.snapshots, SnapshotPolicy)
+        if self.checkpoints is not None:
+            _require_type("checkpoints", self.checkpoints, CheckpointPolicy)
 
 
 def _require_integer(name: str, value: Any, *, minimum: int) -> None:

@@ -44,6 +44,21 @@ class Deliberation:
         return any(ballot.joined for ballot in self.agreement.ballots)
 
     @property
+    def has_written(self) -> bool:
+        """Whether every rank has ended writing a checkpoint in the background."""
+        return all(ballot.written for ballot in self.agreement.ballots)
+
+    @property
+    def has_failed_to_write(self) -> bool:
+        """Whether that failed on a rank."""
+        return any(ballot.unwritten for ballot in self.agreement.ballots)
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether a rank was told to stop."""
+        return any(ballot.signals for ballot in self.agreement.ballots)
+
+    @property
     def is_suspect(self) -> bool:
         """Whether something is wrong that needs no judgement of norms."""
         losses = [ballot.loss for ballot in self.agreement.ballots if ballot.loss is not None]

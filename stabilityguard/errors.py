@@ -3,6 +3,7 @@
 StabilityGuardError
 ├── ConfigurationError   bad arguments, found at construction (also a ValueError)
 ├── GradientSpikeError   a trip that the policy answers by raising
+├── CheckpointError      a checkpoint that could not be written or read
 └── DisagreementError    ranks that are not in one state
     └── ReplicaDriftError   replicas of parameters that are no longer alike
 """
@@ -64,6 +65,10 @@ class GradientSpikeError(StabilityGuardError, RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle by calling the class with their positional arguments, and the keywords have no defaults.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class CheckpointError(StabilityGuardError, RuntimeError):
+    """A checkpoint could not be written, or none could be read; raised on all ranks alike, with nothing changed."""
 
 
 class DisagreementError(StabilityGuardError, RuntimeError):

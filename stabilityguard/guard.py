@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -13,23 +12,25 @@ from stabilityguard.case import BadEvaluation, Case, Outcome, make_error, make_r
 from stabilityguard.chronicle import Chronicle
 from stabilityguard.config import GuardConfig
 from stabilityguard.council import Council, Deliberation, check_settings
-from stabilityguard.detect.detector import Detector, State, realign
+from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.consensus import Ballot
-from stabilityguard.distributed.digest import digest_of, digest_of_tensors
 from stabilityguard.distributed.join import JoinedRank
+from stabilityguard.distributed.layout import Layout
 from stabilityguard.distributed.peers import ALONE, Peers
 from stabilityguard.distributed.shards import ShardOf
-from stabilityguard.errors import StabilityGuardError
+from stabilityguard.errors import CheckpointError, StabilityGuardError
 from stabilityguard.groups import are_parameters_of, learning_rate, parameters_of
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
 from stabilityguard.measure.modules import leaves_gradients_to_the_end, reduces_in_groups
 from stabilityguard.measure.window import GradientWindow, LossScale, Sight
-from stabilityguard.recover.breaker import Breaker, BreakerState
+from stabilityguard.memory import Memory
+from stabilityguard.recover.breaker import Breaker
+from stabilityguard.recover.checkpoints import Checkpoints
 from stabilityguard.recover.recovery import Recovery
-from stabilityguard.recover.state import Stateful
+from stabilityguard.recover.state import Resumed, Stateful, check_moments
 from stabilityguard.report.records import StepRecord
 from stabilityguard.report.sinks import Publisher
 from stabilityguard.report.spike import hyperparameters
@@ -64,24 +65,27 @@ class Guard:
     ) -> None:
         self.config = config
         self.peers = peers
-        self.steps = 0
         self.deliberation: Deliberation
         self.chronicle = Chronicle(publisher, config, peers)
         self._model, self._optimizer = model, optimizer
         self._detector, self._tracked = detector, tracked
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
-        self._breaker_state = BreakerState()
-        self._had_joined = False
+        self._had_joined = self._in_step = False
         self._veto: str | None = None
-        self._in_step = False
         self._shard_of = shard_of
-        self._decided: object = None
         check_settings(peers, config)
         table = self._count()  # refuses the wrong model before any hook is set
+        check_moments(config.moments, table.shards)
+        self._checkpoints = Checkpoints(config.checkpoints, peers)
         self._forward = ForwardObserver(model, self._forward_begins)
         self._joined_rank = JoinedRank(model, self.shadow_step) if len(peers) > 1 else None
-        self._memory = detector.initial(len(table.names))
+        self._memory = Memory(detector, table.names)
         self._watch(table)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._memory.steps
 
     # The path of one step ---------------------------------------------------------------------------------------
 
@@ -98,6 +102,7 @@ class Guard:
         """
         self._check_surroundings()
         self._begin()
+        self._checkpoints.write()
         statistics = self.measure(loss, scale)
         try:
             return self._settle(statistics, update)
@@ -107,6 +112,7 @@ class Guard:
     def shadow_step(self) -> None:
         """Takes part in a step that other ranks make, as a rank that has run out of data: nothing is updated here."""
         self._begin()
+        self._checkpoints.write()
         self._agree(lambda: self.window.nothing(), None, LossScale(), joined=True)
         self._settle(self._council.statistics(self.deliberation), lambda _: None)
 
@@ -124,11 +130,11 @@ class Guard:
             self._replace_table(self._count())
             self._begin()
             self.deliberation = self._council.agree(see(), loss, self._ballot(scale, joined=joined))
-        if (
-            self._had_joined and not self.deliberation.has_joined
-        ):  # the ranks' states were apart, and were made alike again
-            self._recovery.begin(self.steps, self._memory, in_step=True)
-        self._had_joined = self.deliberation.has_joined
+        had_joined, self._had_joined = self._had_joined, self.deliberation.has_joined
+        if had_joined and not self._had_joined:  # the ranks' states were apart, and were made alike again
+            self._recovery.begin(self.steps, self._memory.state_dict, in_step=True)
+        if self.deliberation.has_written:
+            self._checkpoints.settle(succeeded=not self.deliberation.has_failed_to_write)
 
     def _ballot(self, scale: LossScale, *, joined: bool) -> Ballot:
         alone = len(self.peers) == 1
@@ -139,8 +145,9 @@ class Guard:
             vetoed=self._veto is not None,
             changed=not self._is_counted or self.window.reader.finds_new_partial(),
             has_target=self._recovery.has_target,
-            decision=0 if alone else digest_of((self._decided, self._breaker_state)),
-            memory=0 if alone else digest_of_tensors(self._memory),
+            **self._checkpoints.ballot(),
+            decision=0 if alone else self._memory.digest_of_decision(),
+            memory=0 if alone else self._memory.digest(),
         )
 
     def attempt(self, update: Callable[[], T]) -> T:
@@ -155,9 +162,13 @@ class Guard:
     def _settle(self, statistics: Statistics, update: Callable[[Statistics], T]) -> T | None:
         case = self._judge(statistics)
         groups = hyperparameters(self._optimizer) if case.decision.is_trip else []  # a rollback changes them
-        outcome = self._act(case, update)
+        try:
+            outcome = self._act(case, update)
+        except CheckpointError as error:  # nothing was changed
+            case = case.ending_in(error)
+            outcome = self._act(case, update)
         record = make_record(case, self.window.table, self.peers.ranks, restored_step=outcome.restored_step)
-        self._decided = record.step, record.action, record.kind, record.trigger_layer, record.restored_step
+        self._memory.note(record)
         report = None
         if case.decision.is_trip:
             name = type(self._optimizer).__name__
@@ -165,16 +176,18 @@ class Guard:
         self._finish(record)
         if report is not None and record.action == "raise":
             raise make_error(report, place=self.peers.place)
+        stop = self.deliberation.is_to_stop
+        self._checkpoints.preserve(self.steps, self.state_dict, applied=record.applied, stop=stop)
         return outcome.result
 
     def _judge(self, statistics: Statistics) -> Case:
-        verdict = self._detector.judge(self._memory, statistics.norms)
+        verdict = self._detector.judge(self._memory.norms, statistics.norms)
         diagnosis = diagnose(statistics, verdict)
         if diagnosis is not None:
             spikes = verdict.spikes.nonzero().flatten().tolist()
             statistics = self._council.with_evidence(self.deliberation, statistics, spikes)
         decision = self._breaker.decide(
-            self._breaker_state,
+            self._memory.breaker,
             step=self.steps + 1,
             kind=diagnosis.kind if diagnosis else None,
             has_target=self.deliberation.has_target,
@@ -191,18 +204,21 @@ class Guard:
     def _act(self, case: Case, update: Callable[[Statistics], T]) -> Outcome[T]:
         outcome: Outcome[T] = Outcome()
         if case.decision.action == "step":
+            self._recovery.fence()
             outcome = Outcome(result=update(case.statistics))
-            self._memory = self._learn(case)
-            self._recovery.applied(case.step, self._memory)
+            self._memory.learn(case)
+            self._recovery.applied(case.step, self._memory.state_dict)
         elif case.decision.action == "skip":
             outcome = Outcome(buffers=self._recovery.undo_forward())
         elif case.decision.action == "rollback":
-            snapshot = self._recovery.roll_back()
-            self._memory = snapshot.memory
-            outcome = Outcome(restored_step=snapshot.step)
+            step, remembered = self._recovery.roll_back()
+            self._memory.recall(remembered)
+            if self.config.moments == "reset_trigger_layer" and case.diagnosis is not None:
+                self._recovery.forget_moments(self.window.table.parameters_of(case.diagnosis.layer))
+            outcome = Outcome(restored_step=step)
         if case.decision.action in ("skip", "rollback"):
             self.window.reader.zero_()  # not removed: code that reads .grad after step() goes on working
-        self.steps, self._breaker_state = case.step, case.decision.state
+        self._memory.steps, self._memory.breaker = case.step, case.decision.state
         return outcome
 
     def _finish(self, record: StepRecord) -> None:
@@ -212,12 +228,6 @@ class Guard:
             self._joined_rank.step_ended()
         self._forward.forget_batches()
         self.chronicle.note(record)
-
-    def _learn(self, case: Case) -> State:
-        memory, norms = self._memory, case.statistics.norms
-        if case.decision.accept_level:
-            memory = self._detector.rebase(memory, norms, case.verdict.spikes)
-        return self._detector.absorb(memory, norms)
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -253,9 +263,8 @@ class Guard:
         return LayerTable.of(self._model, parameters_of(self._optimizer), self.peers, self._shard_of)
 
     def _replace_table(self, table: LayerTable) -> None:
-        old = self.window.table.names
         self.window.close()
-        self._memory = realign(self._memory, old, self._detector.initial(len(table.names)), table.names)
+        self._memory.follow(table.names)
         self._watch(table, keeps_recovery=are_parameters_of(self._optimizer, self._parameters))
 
     def close(self) -> None:
@@ -265,24 +274,27 @@ class Guard:
         self.window.close()
         self._forward.close()
         self.chronicle.close()
+        self._checkpoints.close()
+
+    def resume(self) -> Resumed | None:
+        """Goes on from the newest checkpoint that was left for that. Collective calls.
+
+        Raises:
+            CheckpointError: on all ranks, if there are checkpoints and none can be read; nothing was changed.
+        """
+        loaded = self._recovery.resume()
+        if loaded is not None:
+            self.load_state_dict(loaded.guard)
+        return None if loaded is None else Resumed(step=self.steps, tracked=loaded.at_next.tracked)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on judging alike: tensors and plain values."""
-        return {
-            "steps": self.steps,
-            "layers": list(self.window.table.names),
-            "memory": dict(self._memory),
-            "breaker": asdict(self._breaker_state),
-        }
+        return self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Takes over such a state, layer by name; the memory stays with None, which is what an unguarded run has."""
         if state is not None:
-            fresh = self._detector.initial(len(self.window.table.names))
-            self.steps = int(state["steps"])
-            self._memory = realign(state["memory"], tuple(state["layers"]), fresh, self.window.table.names)
-            breaker = state["breaker"]
-            self._breaker_state = BreakerState(**{**breaker, "rollbacks": tuple(breaker["rollbacks"])})
+            self._memory.load_state_dict(state)
         self.window.forget()
         self._forward.call_before_next(self._begin)
         self._begun = False
@@ -298,7 +310,11 @@ class Guard:
         self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
         if keeps_recovery:
             return
-        self._recovery = Recovery(self._model, self._parameters, self._optimizer, self._tracked, self.config.snapshots)
+        layout = Layout(self._parameters, table.shards, self._shard_of, self.peers.place)
+        self._recovery = Recovery(
+            self._model, self._optimizer, self._tracked, self.config, self._checkpoints.archive, layout
+        )
+        self._checkpoints.follow(self._recovery.disk)
         self._begun = False
         self._forward.call_before_next(self._begin)
 
@@ -308,6 +324,8 @@ class Guard:
         if self._begun and not self._in_step:
             self._in_step = True
             self._recovery.step_begins()
+            if not self._had_joined:  # every rank comes by, here or in step()
+                self._checkpoints.leave()
 
     def _backward_ended(self) -> None:
         self._forward.backward_ended()
@@ -326,4 +344,4 @@ class Guard:
         """Copies the state that the user hands over; before the first forward where that can be seen."""
         if not self._begun or self._recovery.was_rewritten:
             self._begun = True
-            self._recovery.begin(self.steps, self._memory)
+            self._recovery.begin(self.steps, self._memory.state_dict)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +20,19 @@ from stabilityguard.arguments import (
     make_detector,
 )
 from stabilityguard.closures import GuardedClosure, climbs_first
-from stabilityguard.config import Budget, GuardConfig, NanAction, SnapshotPolicy
+from stabilityguard.config import Budget, CheckpointPolicy, GuardConfig, Moments, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.digest import named_ranks
 from stabilityguard.distributed.peers import ALONE, Peers
-from stabilityguard.distributed.shards import ShardOf, local_part
+from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.groups import parameters_of
 from stabilityguard.guard import Guard
+from stabilityguard.lazy_state import only_creates_state
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
-from stabilityguard.recover.state import check_tracked
+from stabilityguard.recover.state import Resumed, check_tracked
 from stabilityguard.report.console import Console
 from stabilityguard.report.journal import Journal
 from stabilityguard.report.records import SpikeReport, StepRecord
@@ -64,9 +64,12 @@ class GuardedOptimizer(Optimizer):
         detector: ``"ema"`` or an object with the methods of :class:`stabilityguard.detect.detector.Detector`.
         max_grad_norm: clip healthy gradients to this global L2 norm; costs no second reading of them.
         scaler: the ``torch.amp.GradScaler`` in use, so that norms are reported unscaled; it is tracked, too.
-        snapshots: when to copy the training state to RAM; on by default where ``nan_action="rollback"``.
+        snapshots: when to copy the training state to RAM; on by default where ``nan_action="rollback"``, unless False.
+        checkpoints: when to write it to disk, and where; makes ``resume()`` and leaving on SIGTERM possible.
         budget: how many skips in a row, and rollbacks, are tolerated.
         track: objects with ``state_dict`` and ``load_state_dict`` that a rollback rewinds, too, by name.
+        moments: ``"reset_trigger_layer"`` lets the optimizer start anew, after a rollback, with the layer that tripped.
+        replay_data: whether a rollback rewinds ``track["dataloader"]``, too; else the data go on.
         sinks: further consumers of records and reports; those of the first rank are fed.
         process_group: the ranks that step this model; all of them by default. Constructing is a collective over them.
         timeout: how long to wait for a lost rank; the group's own timeout by default.
@@ -99,9 +102,12 @@ class GuardedOptimizer(Optimizer):
         detector: str | Detector = "ema",
         max_grad_norm: float | None = None,
         scaler: Any | None = None,
-        snapshots: SnapshotPolicy | None = None,
+        snapshots: SnapshotPolicy | Literal[False] | None = None,
+        checkpoints: CheckpointPolicy | None = None,
         budget: Budget | None = None,
         track: Mapping[str, Any] | None = None,
+        moments: Moments = "keep",
+        replay_data: bool = False,
         sinks: Sequence[Sink] = (),
         process_group: Any | None = None,
         timeout: timedelta | None = None,
@@ -120,6 +126,9 @@ class GuardedOptimizer(Optimizer):
             verbose=verbose,
             max_grad_norm=max_grad_norm,
             snapshots=snapshots,
+            checkpoints=checkpoints,
+            moments=moments,
+            replay_data=replay_data,
             budget=Budget() if budget is None else budget,
             drift_check_every=drift_check_every,
         )
@@ -173,7 +182,7 @@ class GuardedOptimizer(Optimizer):
         if self._lost_peers and not self._closed:
             self._find_peers()
         scale = self._scaling.read(self)
-        if self._closed or self._only_creates_state(closure):
+        if self._closed or only_creates_state(self.base_optimizer, self._guard, closure):
             return self._pass_through(closure, scale)
         self._scaling.refuse_float16(self._guard.window.reader, scale, self.base_optimizer)
         evaluations = None if closure is None else self._evaluations(closure, scale)
@@ -216,19 +225,6 @@ class GuardedOptimizer(Optimizer):
         self._scaling.unscale(self._guard.window.reader, scale)
         return self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
 
-    def _only_creates_state(self, closure: Callable[[], Any] | None) -> bool:
-        """Whether this is no training step but torch's way of filling an empty state: zero gradients at zero rate."""
-        if closure is not None or self.base_optimizer.state:
-            return False
-        rates = [group.get("lr") for group in self.param_groups]
-        if any(rate is None or float(rate) != 0.0 for rate in rates) or self._guard.window.measured:
-            return False
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if not all(p.grad is not None and not local_part(p.grad).any() for p in trained):
-            return False
-        # Over several ranks it must be torch for sure: this could be a rank without data, which has to vote.
-        return len(self._guard.peers) == 1 or _is_called_by("_init_optim_state")
-
     # What the guard knows ---------------------------------------------------------------------------------------
 
     @property
@@ -245,8 +241,25 @@ class GuardedOptimizer(Optimizer):
         """Asks every rank to skip the coming step; it counts towards no budget. Not a collective."""
         self._guard.veto(reason)
 
+    def resume(self) -> Resumed | None:
+        """Goes on from the newest clean checkpoint, or from the one that a stopped run has left; None without any.
+
+        Restores parameters, buffers, optimizer state, tracked objects, the guard's memory and, on as many ranks as
+        before, random generators. Call it on every rank, before the first step. Collective calls.
+
+        Raises:
+            ConfigurationError: there is no ``checkpoints=``.
+            CheckpointError: on all ranks, if there are checkpoints and none can be read; nothing was changed.
+        """
+        if self._guard.config.checkpoints is not None:
+            return self._guard.resume()
+        raise ConfigurationError("resume() needs checkpoints=CheckpointPolicy(directory=…)")
+
     def close(self) -> None:
-        """Detaches every hook and closes the files; from then on ``step()`` is the base optimizer's."""
+        """Detaches every hook and closes the files; from then on ``step()`` is the base optimizer's.
+
+        Waits for a checkpoint in the making. Not a collective.
+        """
         if not self._closed:
             self._closed = True
             self._guard.close()
@@ -312,10 +325,11 @@ class GuardedOptimizer(Optimizer):
         return f"GuardedOptimizer({self.base_optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: everything but hooks, snapshots, reports and sinks."""
+        """For copies and pickles: everything but hooks, snapshots, checkpoints, reports and sinks."""
+        parts = {**self._parts, "config": replace(self._parts["config"], checkpoints=None)}
         ranks = self._guard.peers.ranks
         guard = self._guard.state_dict()
-        return {"base_optimizer": self.base_optimizer, "parts": self._parts, "guard": guard, "ranks": ranks}
+        return {"base_optimizer": self.base_optimizer, "parts": parts, "guard": guard, "ranks": ranks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._assemble(state["base_optimizer"], state["parts"], (), ALONE)
@@ -334,10 +348,3 @@ class GuardedOptimizer(Optimizer):
         self._guard.close()
         self._assemble(self.base_optimizer, self._parts, (), peers)
         self._guard.load_state_dict(guard)
-
-
-def _is_called_by(function: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from stabilityguard import Budget, ConfigurationError, GuardedOptimizer, SnapshotPolicy, StabilityGuardError
+from stabilityguard import (
+    Budget,
+    CheckpointPolicy,
+    ConfigurationError,
+    GuardedOptimizer,
+    SnapshotPolicy,
+    StabilityGuardError,
+)
 from stabilityguard import config as config_module
 from stabilityguard.config import GuardConfig
 from tests.support import Net
@@ -25,7 +32,7 @@ FIRST_SEVEN = {
     "verbose": True,
 }
 
-POLICIES = [GuardConfig, SnapshotPolicy, Budget]
+POLICIES = [GuardConfig, SnapshotPolicy, CheckpointPolicy, Budget]
 
 
 def parameters():
@@ -123,7 +130,7 @@ BAD = [
     *[(GuardConfig, "nan_action", value) for value in ["SKIP", "stop", "", None, True, 1, ["skip"], {}]],
     *[(GuardConfig, "verbose", value) for value in [None, 0, 1, "yes", "False", []]],
     *[(GuardConfig, "log_dir", value) for value in [None, 1, 1.5, True, ["logs"], object()]],
-    *[(GuardConfig, "snapshots", value) for value in [True, False, 100, 0, "on", {}, {"every": 1}, SnapshotPolicy]],
+    *[(GuardConfig, "snapshots", value) for value in [True, 100, 0, "on", {}, {"every": 1}, SnapshotPolicy]],
     *[(GuardConfig, "budget", value) for value in [None, 5, 0, True, "none", {}, {"rollbacks": 1}, Budget]],
     *[(SnapshotPolicy, "every", value) for value in [*NOT_INTEGERS, 0, -1]],
     *[(SnapshotPolicy, "keep", value) for value in [*NOT_INTEGERS, 1, 0, -1]],

@@ -18,18 +18,19 @@ FILES = sorted(ROOT.rglob("*.py"))
 RANKS = [
     {"stabilityguard", "stabilityguard.errors", "stabilityguard.config", "stabilityguard.report.records"},
     {"stabilityguard.detect", "stabilityguard.recover.breaker"},
-    {"stabilityguard.measure", "stabilityguard.distributed"},
+    {"stabilityguard.groups", "stabilityguard.measure", "stabilityguard.distributed"},
     {"stabilityguard.recover", "stabilityguard.report"},
     {
-        "stabilityguard.groups",
         "stabilityguard.inquest",
         "stabilityguard.council",
         "stabilityguard.case",
+        "stabilityguard.memory",
         "stabilityguard.chronicle",
         "stabilityguard.guard",
     },
     {
         "stabilityguard.closures",
+        "stabilityguard.lazy_state",
         "stabilityguard.arguments",
         "stabilityguard.scaling",
         "stabilityguard.optimizer",

@@ -27,7 +27,7 @@ from torch import Tensor
 from stabilityguard.distributed.census import Census
 from stabilityguard.distributed.peers import Peers
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the vector; ranks that run another one are named."""
 
 ROW = (
@@ -49,7 +49,7 @@ ROW = (
 _SCALARS = ("loss", "overflow", "scale_left", "scale_found")
 """Those of them that are measured on the device."""
 
-_FLAGS = ("scaled", "vetoed", "changed", "has_target", "joined")
+_FLAGS = ("scaled", "vetoed", "changed", "has_target", "joined", "written", "unwritten")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,14 @@ class Ballot:
     joined: bool = False
     """Whether it has run out of data, and makes this step only for the others' sake."""
 
+    written: bool = False
+    """Whether the checkpoint that it was writing in the background is no longer being written."""
+
+    unwritten: bool = False
+    """Whether that has failed."""
+
     signals: int = 0
-    """Bits for what the operating system has told it; none is set yet."""
+    """1 where the operating system has asked it to stop (SIGTERM), else 0."""
 
     decision: int = 0
     """48-bit digest of its previous decision."""

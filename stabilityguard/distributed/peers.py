@@ -61,6 +61,12 @@ class Peers:
         parent = dist.group.WORLD if process_group is None else process_group
         return cls(_own_group(parent, timeout), _device_for(parent, parameters))
 
+    def apart(self) -> Peers:
+        """The same ranks over a group that nobody else uses, on the host. A collective over them, unless alone."""
+        if self._group is None:
+            return self
+        return Peers(_new_group(self._group, _timeout_of(self._group), backend="gloo"), torch.device("cpu"))
+
     def __len__(self) -> int:
         return len(self.ranks)
 
@@ -114,16 +120,19 @@ def _own_group(parent: Any, timeout: timedelta | None) -> Any:
     known = _groups.setdefault(parent, {})
     limit = _timeout_of(parent) if timeout is None else timeout
     if limit not in known:
-        ranks = dist.get_process_group_ranks(parent)
-        whole_world = len(ranks) == dist.get_world_size()
-        known[limit] = dist.new_group(
-            ranks,
-            timeout=limit,
-            backend=dist.get_backend_config(parent),
-            use_local_synchronization=not whole_world,  # only the members construct a guard
-            group_desc="stabilityguard",
-        )
+        known[limit] = _new_group(parent, limit, backend=dist.get_backend_config(parent))
     return known[limit]
+
+
+def _new_group(parent: Any, timeout: timedelta | None, *, backend: Any) -> Any:
+    ranks = dist.get_process_group_ranks(parent)
+    return dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=len(ranks) < dist.get_world_size(),  # only the members construct a guard
+        group_desc="stabilityguard",
+    )
 
 
 def _timeout_of(group: Any) -> timedelta | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stabilityguard.errors import ConfigurationError
@@ -43,6 +44,17 @@ class Shard:
 
     trigger: Tensor | None = None
     """The tensor that autograd accumulates into, if it is another one."""
+
+    whole: torch.Size = field(default_factory=torch.Size)
+    """Shape of the parameter in the unsharded model."""
+
+    run: slice | None = None
+    """Which elements of the flattened whole parameter it holds; None where the tensor itself tells."""
+
+    @property
+    def qualified_name(self) -> str:
+        """The parameter's name in the user's model."""
+        return qualified(self.layer, self.name)
 
     @property
     def key(self) -> tuple[str, str, Hashable]:
@@ -93,7 +105,8 @@ def find_shards(model: nn.Module, parameters: Iterable[Tensor], shard_of: ShardO
             shards += flat[parameter]
         else:
             layer, name = owner.get(parameter, (f"(optimizer parameter {i})", ""))
-            shards.append(Shard(layer, name, parameter, _identity(parameter, layer, name, shard_of)))
+            identity = _identity(parameter, layer, name, shard_of)
+            shards.append(Shard(layer, name, parameter, identity, whole=parameter.shape))
     order = {name: i for i, (name, _) in enumerate(modules)}
     return sorted(shards, key=lambda shard: order.get(shard.layer, len(order)))
 
@@ -106,8 +119,12 @@ def _identity(parameter: Tensor, layer: str, name: str, shard_of: ShardOf | None
 
 def _told_apart(found: Hashable, layer: str, name: str, parameter: Tensor, shard_of: ShardOf | None) -> Hashable:
     """The identity ``found``, with what the user knows beyond it."""
-    qualified = name if layer == ROOT_LAYER else f"{layer}.{name}"
-    return found if found is None or shard_of is None else (found, shard_of(qualified, parameter))
+    return found if found is None or shard_of is None else (found, shard_of(qualified(layer, name), parameter))
+
+
+def qualified(layer: str, name: str) -> str:
+    """The name of a parameter ``name`` of ``layer`` in the user's model."""
+    return name if layer == ROOT_LAYER else f"{layer}.{name}" if name else layer
 
 
 def _identity_on_mesh(parameter: Any) -> Hashable:
@@ -160,7 +177,8 @@ def _shards_of_flat(prefix: str, flat: Any, handle: Any, shard_of: ShardOf | Non
     for i, (fqn, info) in enumerate(zip(flat._fqns, infos, strict=True)):
         layer, _, name = clean_name(f"{prefix}.{fqn}" if prefix else fqn).rpartition(".")
         parameter = flat._params[i] if handle._use_orig_params else flat
-        identity, span = ("all", spans[fqn]) if info is None else _within_shard(info)
+        whole = torch.Size(flat._shapes[i])
+        identity, span, run = ("all", spans[fqn], slice(0, whole.numel())) if info is None else _within_shard(info)
         shard = Shard(
             layer or ROOT_LAYER,
             name,
@@ -168,17 +186,19 @@ def _shards_of_flat(prefix: str, flat: Any, handle: Any, shard_of: ShardOf | Non
             _told_apart(identity, layer or ROOT_LAYER, name, parameter, shard_of),
             None if handle._use_orig_params else span,
             trigger=flat,
+            whole=whole,
+            run=run,
         )
         found.setdefault(parameter, []).append(shard)
     return found
 
 
-def _within_shard(info: Any) -> tuple[Hashable, slice]:
-    """Which elements of the parameter are in this rank's shard, and where they lie in it."""
+def _within_shard(info: Any) -> tuple[Hashable, slice, slice]:
+    """What tells the part of a parameter in this rank's shard, where it lies in that, and in the whole parameter."""
     if not info.in_shard:
-        return None, slice(0, 0)
-    start = info.offset_in_shard
-    return (info.intra_param_start_idx, info.intra_param_end_idx), slice(start, start + info.numel_in_shard)
+        return None, slice(0, 0), slice(0, 0)
+    start, first, last = info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx
+    return (first, last), slice(start, start + info.numel_in_shard), slice(first, last + 1)
 
 
 def unsharded_spans(flat: Any) -> Mapping[str, slice]:

@@ -71,6 +71,10 @@ class LayerTable:
         """The ``P`` parameters of the optimizer, each once, layer by layer."""
         return tuple(dict.fromkeys(shard.parameter for shard in self.shards))
 
+    def parameters_of(self, layer: int | None) -> list[Tensor]:
+        """Those of one layer on this rank."""
+        return [shard.parameter for shard, of in zip(self.shards, self.layer_of, strict=True) if of == layer]
+
     @cached_property
     def held(self) -> frozenset[int]:
         """Layers of which this rank holds any elements."""

@@ -24,10 +24,11 @@ def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[
     yield name or ROOT_LAYER, module
     for attribute, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, _child_name(module, name, attribute), seen)
+            yield from _walk(child, child_name(module, name, attribute), seen)
 
 
-def _child_name(module: nn.Module, name: str, attribute: str) -> str:
+def child_name(module: nn.Module, name: str, attribute: str) -> str:
+    """Qualified name in the user's model of what the module called ``name`` holds as ``attribute``."""
     wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and attribute == "module"
     if wraps or attribute in _WRAPPER_ATTRIBUTES:
         return name

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stabilityguard.measure.modules import child_name
+
 Stamp = tuple["weakref.ref[Tensor] | None", int]
 """A buffer, held weakly, and its version; an address could be reused."""
 
@@ -65,7 +67,7 @@ def _owned(module: nn.Module, name: str, inherited: bool, wanted: set[Tensor]) -
             yield prefix + key, BufferSlot(module, key)
     for key, child in module._modules.items():
         if child is not None:
-            yield from _owned(child, prefix + key, owned, wanted)
+            yield from _owned(child, child_name(module, name, key), owned, wanted)
 
 
 class BufferKeeper:

@@ -1,19 +1,27 @@
-"""Ways back: to the buffers of the last applied step, and to a proven snapshot."""
+"""Ways back: to the buffers of the last applied step, to a proven snapshot in RAM, and to a clean one on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilityguard.config import SnapshotPolicy
-from stabilityguard.detect.detector import State
+from stabilityguard.config import GuardConfig
+from stabilityguard.distributed.layout import Layout
 from stabilityguard.distributed.shards import local_part
+from stabilityguard.errors import CheckpointError
+from stabilityguard.groups import parameters_of
 from stabilityguard.recover.buffers import BufferKeeper, owned_buffers
+from stabilityguard.recover.catalogue import Entry, choose
 from stabilityguard.recover.snapshots import Snapshot, SnapshotRing
-from stabilityguard.recover.state import Stateful, TrainingState
+from stabilityguard.recover.state import DATA_LOADER, Stateful, TrainingState
+
+if TYPE_CHECKING:
+    from stabilityguard.recover.archive import Archive
+    from stabilityguard.recover.disk import Disk, Loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +41,44 @@ class Recovery:
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         optimizer: Optimizer,
         tracked: Mapping[str, Stateful],
-        policy: SnapshotPolicy | None,
+        config: GuardConfig,
+        archive: Archive | None,
+        layout: Layout,
     ) -> None:
-        self._slots = owned_buffers(model, parameters)
-        self._state = TrainingState(parameters, self._slots, optimizer, tracked)
-        self._ring = SnapshotRing(policy) if policy else None
+        self._parameters = parameters_of(optimizer)
+        self._slots = owned_buffers(model, self._parameters)
+        self._state = TrainingState(self._parameters, self._slots, optimizer, tracked)
+        self._ring = SnapshotRing(config.snapshots) if config.snapshots else None
+        self.disk = _disk(archive, self._state, layout)
+        self._left_alone = () if config.replay_data else (DATA_LOADER,)
         self._buffers: BufferKeeper | None = None
-        self._parameters = parameters
         self._versions_at_begin: list[int] | None = None
         self._since_snapshot = 0
 
     @property
     def has_target(self) -> bool:
         """Whether a rollback can be made."""
-        return self._ring is not None and self._ring.target() is not None
+        return bool(self._targets)
+
+    @property
+    def _targets(self) -> list[Snapshot | Entry]:
+        """In RAM, and on disk where RAM has not the same."""
+        in_ram: list[Snapshot | Entry] = [*self._ring.targets] if self._ring is not None else []
+        steps = {target.step for target in in_ram}
+        on_disk = self.disk.archive.catalogue.targets if self.disk is not None else []
+        return [*in_ram, *(entry for entry in on_disk if entry.step not in steps)]
 
     @property
     def was_rewritten(self) -> bool:
         """Whether parameters were written to between ``begin()`` and now, with no step applied in between."""
         return self._versions_at_begin is not None and self._versions_at_begin != self._versions()
 
-    def begin(self, step: int, memory: State, *, in_step: bool = False) -> None:
+    def begin(self, step: int, memory: Callable[[], Any], *, in_step: bool = False) -> None:
         """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up.
 
+        ``memory`` is called for what the guard remembers.
         ``in_step`` says that a forward has written to the buffers since.
         """
         rewritten, self._versions_at_begin = self._versions_at_begin is not None, self._versions()
@@ -70,14 +90,18 @@ class Recovery:
             self._buffers = BufferKeeper(self._slots)
         if self._ring is not None:
             self._ring.clear()
-            self._ring.take(step, live, self._state.small(), memory, proven=True)
+            self._ring.take(step, live, self._state.small(), memory(), proven=True)
+        if self.disk is not None:
+            self.disk.archive.begin(step)
 
     def step_begins(self) -> None:
         """Takes the buffers, before a step's first forward, for what a skip of the step goes back to."""
+        if self.disk is not None:
+            self.disk.next_step_begins()
         if self._buffers is not None and self._versions_at_begin is None:
             self._buffers.refresh()
 
-    def applied(self, step: int, memory: State) -> None:
+    def applied(self, step: int, memory: Callable[[], Any]) -> None:
         """Takes note that ``step`` was healthy and its update was made; copies what is due."""
         assert self._buffers is not None
         self._versions_at_begin = None
@@ -85,9 +109,11 @@ class Recovery:
         self._since_snapshot += 1
         if self._ring is not None:
             self._ring.count_healthy_step()
-            if self._since_snapshot >= self._ring.policy.every and self._ring.has_room:
-                self._ring.take(step, self._state.tensors(), self._state.small(), memory)
-                self._since_snapshot = 0
+        if self.disk is not None:
+            self.disk.archive.count_healthy_step()
+        if self._ring is not None and self._since_snapshot >= self._ring.policy.every and self._ring.has_room:
+            self._ring.take(step, self._state.tensors(), self._state.small(), memory())
+            self._since_snapshot = 0
 
     def remember(self) -> Callable[[], None]:
         """Copies the present state; the function returned puts it back."""
@@ -106,19 +132,75 @@ class Recovery:
         restored, touched = self._buffers.restore()
         return BufferTraces(restored=tuple(restored), touched=tuple(touched))
 
-    def roll_back(self) -> Snapshot:
-        """Restores the target and returns it; newer snapshots are given up, and the next rollback goes further back."""
-        assert self._ring is not None
+    def fence(self) -> None:
+        """Makes the device's coming work, an update say, come after the copies that are being made."""
+        if self._ring is not None:
+            self._ring.fence()
+        if self.disk is not None:
+            self.disk.fence()
+
+    def roll_back(self) -> tuple[int, Any]:
+        """Restores the target, and returns its step and what the guard remembered then.
+
+        What is newer is given up, and the next rollback goes further back. With a target on disk, collective calls:
+        where it cannot be read on one rank, all go on to the next.
+
+        Raises:
+            CheckpointError: on all ranks, if none of the targets can be read; nothing was changed.
+        """
         assert self._buffers is not None
-        snapshot = self._ring.target()
-        assert snapshot is not None
-        self._state.restore(snapshot.tensors, snapshot.small)
-        snapshot.restored = True
+        while (target := choose(self._targets)) is not None:
+            restored = self._restore(target)
+            if restored is not None:
+                self._mark_restored(target.step)
+                self._buffers.copy()
+                self._adopt_present()
+                return target.step, restored
+        raise CheckpointError("none of the checkpoints can be read")
+
+    def _restore(self, target: Snapshot | Entry) -> Any | None:
+        if isinstance(target, Snapshot):
+            target.copy.wait()
+            self._state.restore(target.tensors, target.small, without=self._left_alone)
+            return target.memory
+        assert self.disk is not None
+        loaded = self.disk.load(target)
+        if loaded is None:
+            return None
+        self._state.restore(loaded.tensors, loaded.at_end, without=self._left_alone)
+        return loaded.guard
+
+    def _mark_restored(self, step: int) -> None:
+        for target in self._targets:
+            target.restored = target.restored or target.step == step
         self._since_snapshot = 0
-        self._ring.drop_newer_than(snapshot.step)
-        self._buffers.copy()
-        self._adopt_present()
-        return snapshot
+        if self._ring is not None:
+            self._ring.drop_newer_than(step)
+        if self.disk is not None:
+            self.disk.abandon_newer_than(step)
+
+    def resume(self) -> Loaded | None:
+        """Restores the newest checkpoint that a new run may go on from; None without any. Collective calls.
+
+        Raises:
+            CheckpointError: on all ranks, if there are checkpoints and none can be read; nothing was changed.
+        """
+        assert self.disk is not None
+        catalogue = self.disk.archive.catalogue
+        had_some = catalogue.resumable() is not None
+        while (entry := catalogue.resumable()) is not None:
+            loaded = self.disk.load(entry)
+            if loaded is not None:
+                self.disk.archive.resumed(entry)
+                self._state.restore(loaded.tensors, loaded.at_next)
+                return loaded
+        if had_some:
+            raise CheckpointError(f"none of the checkpoints in {self.disk.archive.directory} can be read")
+        return None
+
+    def forget_moments(self, parameters: Iterable[Tensor]) -> None:
+        """Lets the optimizer start anew with these parameters."""
+        self._state.forget_moments(parameters)
 
     def _adopt_present(self) -> None:
         """Takes the present parameters for the ones handed over, if none was updated since: these writes are ours."""
@@ -127,3 +209,11 @@ class Recovery:
 
     def _versions(self) -> list[int]:
         return [local_part(parameter)._version for parameter in self._parameters]
+
+
+def _disk(archive: Archive | None, state: TrainingState, layout: Layout) -> Disk | None:
+    if archive is None:
+        return None
+    from stabilityguard.recover.disk import Disk  # noqa: PLC0415 (DCP takes a second to import)
+
+    return Disk(archive, state, layout)

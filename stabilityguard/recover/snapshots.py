@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from stabilityguard.config import SnapshotPolicy
-from stabilityguard.detect.detector import State
-from stabilityguard.recover.state import Place, SmallState
+from stabilityguard.distributed.layout import Place
+from stabilityguard.recover.catalogue import choose
+from stabilityguard.recover.host import HostCopy
+from stabilityguard.recover.state import SmallState
 
 
 @dataclass(kw_only=True)
@@ -18,16 +20,21 @@ class Snapshot:
     """The training state at the end of one step."""
 
     step: int
-    tensors: dict[Place, Tensor]
+    copy: HostCopy
     small: SmallState
-    memory: State
-    """The detector's memory at that step."""
+    memory: Any
+    """What the guard remembered at that step."""
 
     healthy_since: int = 0
     """Healthy steps that have followed."""
 
     restored: bool = False
     """Whether it has been gone back to."""
+
+    @property
+    def tensors(self) -> dict[Place, Tensor]:
+        """Valid after ``copy.wait()``."""
+        return self.copy.tensors
 
 
 class SnapshotRing:
@@ -36,7 +43,7 @@ class SnapshotRing:
     def __init__(self, policy: SnapshotPolicy) -> None:
         self.policy = policy
         self._snapshots: list[Snapshot] = []
-        self._spare: list[dict[Place, Tensor]] = []
+        self._spare: list[HostCopy] = []
 
     @property
     def has_room(self) -> bool:
@@ -44,34 +51,36 @@ class SnapshotRing:
         return len(self._snapshots) < self.policy.keep or self._dispensable() is not None
 
     def take(
-        self, step: int, live: Mapping[Place, Tensor], small: SmallState, memory: State, *, proven: bool = False
+        self, step: int, live: Mapping[Place, Tensor], small: SmallState, memory: Any, *, proven: bool = False
     ) -> None:
-        """Copies the ``live`` tensors to host memory and waits for the copies. A ``proven`` one is a target at once.
-
-        Needs ``has_room``.
-        """
+        """Copies the ``live`` tensors to host memory. A ``proven`` snapshot is a target at once. Needs ``has_room``."""
         if len(self._snapshots) >= self.policy.keep:
             dispensable = self._dispensable()
             assert dispensable is not None
             self._release(dispensable)
-        storage = self._spare.pop() if self._spare else {}
-        tensors = {place: _storage_for(tensor, storage.get(place)) for place, tensor in live.items()}
-        _copy(list(live.values()), list(tensors.values()))
+        copy = self._spare.pop() if self._spare else HostCopy()
+        copy.take(live)
         healthy_since = self.policy.quarantine if proven else 0
-        self._snapshots.append(
-            Snapshot(step=step, tensors=tensors, small=small, memory=memory, healthy_since=healthy_since)
-        )
+        self._snapshots.append(Snapshot(step=step, copy=copy, small=small, memory=memory, healthy_since=healthy_since))
+
+    def fence(self) -> None:
+        """Makes the device's coming work come after the copies that are being made."""
+        for snapshot in self._snapshots:
+            snapshot.copy.fence()
 
     def count_healthy_step(self) -> None:
         """Brings every snapshot one step nearer to being a target."""
         for snapshot in self._snapshots:
             snapshot.healthy_since += 1
 
+    @property
+    def targets(self) -> list[Snapshot]:
+        """The proven ones, oldest first."""
+        return [s for s in self._snapshots if s.healthy_since >= self.policy.quarantine]
+
     def target(self) -> Snapshot | None:
-        """The newest proven snapshot not gone back to before, else the oldest proven one; None without any."""
-        proven = self._proven()
-        unused = [snapshot for snapshot in proven if not snapshot.restored]
-        return unused[-1] if unused else proven[0] if proven else None
+        """The one that a rollback should use; None without any."""
+        return choose(self.targets)
 
     def drop_newer_than(self, step: int) -> None:
         """Gives up the snapshots of a future that was abandoned."""
@@ -82,28 +91,13 @@ class SnapshotRing:
         """Gives up all snapshots."""
         self.drop_newer_than(-1)
 
-    def _proven(self) -> list[Snapshot]:
-        return [s for s in self._snapshots if s.healthy_since >= self.policy.quarantine]
-
     def _dispensable(self) -> Snapshot | None:
         """The oldest target while there is a newer one, else the newest of several on probation."""
-        proven = self._proven()
+        proven = self.targets
         if len(proven) > 1 or len(self._snapshots) == 1:
             return proven[0]
         return self._snapshots[-1] if len(self._snapshots) - len(proven) > 1 else None
 
     def _release(self, snapshot: Snapshot) -> None:
         self._snapshots.remove(snapshot)
-        self._spare.append(snapshot.tensors)
-
-
-def _storage_for(tensor: Tensor, spare: Tensor | None) -> Tensor:
-    if spare is not None and (spare.shape, spare.dtype) == (tensor.shape, tensor.dtype):
-        return spare
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-
-
-def _copy(live: list[Tensor], stored: list[Tensor]) -> None:
-    torch._foreach_copy_(stored, live, non_blocking=True)
-    for device in {tensor.device for tensor in live if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+        self._spare.append(snapshot.copy)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilityguard.distributed.shards import local_part
+from stabilityguard.config import Moments
+from stabilityguard.distributed.layout import Place
+from stabilityguard.distributed.shards import Shard, local_part
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.recover.buffers import BufferSlot
 from stabilityguard.recover.generators import read_generators, write_generators
 
-Place = tuple[str, int | str, str]
-"""Where a tensor belongs: ``("parameter", i, "")``, ``("optimizer", i, entry)`` or ``("buffer", name, "")``."""
+DATA_LOADER = "dataloader"
+"""Name in ``track`` of what stands for the position in the data."""
 
 
 @runtime_checkable
@@ -47,6 +49,17 @@ class SmallState:
     """State of the random number generators."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run goes on."""
+
+    step: int
+    """Count of ``step()`` calls that the run had made; as many batches were used, skipped ones included."""
+
+    tracked: Mapping[str, Any]
+    """The states that were loaded into the tracked objects, by name."""
+
+
 class TrainingState:
     """Reads and writes the live state; knows nothing of when, how often or where to copies are made."""
 
@@ -57,7 +70,7 @@ class TrainingState:
         optimizer: Optimizer,
         tracked: Mapping[str, Stateful],
     ) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._buffers = buffers
         self._optimizer = optimizer
         self._tracked = tracked
@@ -65,7 +78,7 @@ class TrainingState:
     def tensors(self) -> dict[Place, Tensor]:
         """The live bulk tensors on this rank, detached: parameters, buffers and the optimizer's tensors."""
         found: dict[Place, Tensor] = {}
-        for i, parameter in enumerate(self._parameters):
+        for i, parameter in enumerate(self.parameters):
             found["parameter", i, ""] = local_part(parameter.detach())
             for name, value in self._entries(parameter).items():
                 if isinstance(value, Tensor):
@@ -84,35 +97,61 @@ class TrainingState:
             generators=read_generators(),
         )
 
-    def restore(self, tensors: Mapping[Place, Tensor], small: SmallState) -> None:
+    @property
+    def owned(self) -> list[int]:
+        """Indices of the parameters whose optimizer state is kept here: all, but under ZeroRedundancyOptimizer."""
+        groups = getattr(vars(self._optimizer).get("optim"), "param_groups", self._optimizer.param_groups)
+        here = {parameter for group in groups for parameter in group["params"]}
+        return [i for i, parameter in enumerate(self.parameters) if parameter in here]
+
+    @property
+    def indices_by_group(self) -> list[list[int]]:
+        """Indices of the parameters of every group."""
+        index = {parameter: i for i, parameter in enumerate(self.parameters)}
+        return [[index[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
+
+    def by_index(self, entries: Mapping[Any, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """What the optimizer keeps by parameter, with indices in their place; and what it keeps by anything else."""
+        index: dict[Any, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
+        return (
+            {index[key]: value for key, value in entries.items() if key in index},
+            {key: value for key, value in entries.items() if key not in index},
+        )
+
+    def forget_moments(self, parameters: Iterable[Tensor]) -> None:
+        """Drops what the optimizer keeps of these; it starts anew with them."""
+        for parameter in parameters:
+            self._entries_by_owner.pop(parameter, None)
+
+    def restore(self, tensors: Mapping[Place, Tensor], small: SmallState, *, without: Collection[str] = ()) -> None:
         """Writes back a state that ``tensors()`` and ``small()`` gave. Live tensors keep their identity.
 
-        Neither argument is adopted: both can be restored again.
+        Neither argument is adopted: both can be restored again. Tracked objects named in ``without`` are left alone.
         """
-        self._restore_small(small)
+        self._restore_small(small, without)
         self._forget_entries(tensors)
         pairs: list[tuple[Tensor, Tensor]] = []
         for (room, owner, name), saved in tensors.items():
             if room == "buffer":
                 self._buffers[str(owner)].put(saved)
             elif room == "parameter":
-                pairs.append((local_part(self._parameters[int(owner)].detach()), saved))
+                pairs.append((local_part(self.parameters[int(owner)].detach()), saved))
             else:
-                pairs += self._entry_pair(self._parameters[int(owner)], name, saved)
+                pairs += self._entry_pair(self.parameters[int(owner)], name, saved)
         for target, source in pairs:
             target.copy_(source)
         write_generators(small.generators)
 
     def _copied(self, entries: Any) -> Any:
         """A deep copy in which parameters stay themselves; what cannot be copied stays, too."""
-        memo = {id(parameter): parameter for parameter in self._parameters}
+        memo = {id(parameter): parameter for parameter in self.parameters}
         if not isinstance(entries, dict):
             return copy.deepcopy(entries, memo)
         return {name: _copy_of(value, memo) for name, value in entries.items()}
 
     def _without_bulk(self, key: Any, entries: Any) -> Any:
         """The entries that ``tensors()`` does not give: all of them where the key is no parameter."""
-        if not isinstance(entries, dict) or not any(key is parameter for parameter in self._parameters):
+        if not isinstance(entries, dict) or not any(key is parameter for parameter in self.parameters):
             return entries
         return {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
 
@@ -141,21 +180,30 @@ class TrainingState:
 
     def _forget_entries(self, tensors: Mapping[Place, Tensor]) -> None:
         """Removes optimizer tensors that the saved state does not have."""
-        for i, parameter in enumerate(self._parameters):
+        for i, parameter in enumerate(self.parameters):
             entries = self._entries(parameter)
             for name in [n for n, v in entries.items() if isinstance(v, Tensor) and ("optimizer", i, n) not in tensors]:
                 del entries[name]
 
-    def _restore_small(self, small: SmallState) -> None:
+    def _restore_small(self, small: SmallState, without: Collection[str]) -> None:
         for group, saved in zip(self._optimizer.param_groups, small.groups, strict=True):
             _restore_group(group, self._copied(saved))
-        for name, stateful in self._tracked.items():
-            stateful.load_state_dict(copy.deepcopy(small.tracked[name]))
+        for name in self._tracked.keys() - set(without):
+            self._tracked[name].load_state_dict(copy.deepcopy(small.tracked[name]))
         state = self._entries_by_owner
         for key in [key for key in state if key not in small.optimizer]:
             del state[key]
         for key, others in small.optimizer.items():
             state[key] = _with_tensors_of(state.get(key), self._copied(others))
+
+
+def check_moments(moments: Moments, shards: Iterable[Shard]) -> None:
+    """Raises ConfigurationError where the optimizer's state of single layers could not be cleared."""
+    if moments != "keep" and any(shard.span is not None for shard in shards):
+        raise ConfigurationError(
+            f"moments={moments!r} cannot tell the layers of a flat parameter apart; "
+            "pass use_orig_params=True to FullyShardedDataParallel"
+        )
 
 
 def check_tracked(track: Mapping[str, Any] | None) -> dict[str, Stateful]:

@@ -203,11 +203,11 @@ def forget(optimizer):
 
 
 def lag(optimizer):
-    optimizer._guard.steps -= 1
+    optimizer._guard._memory.steps -= 1
 
 
 def decide_otherwise(optimizer):
-    optimizer._guard._decided = "something else"
+    optimizer._guard._memory._decided = "something else"
 
 
 def nothing(optimizer):

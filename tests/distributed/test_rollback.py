@@ -35,8 +35,11 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def train(rank, ranks, wrap, optimizer, batches, *, bad=(), clear_at=None, **options):
-    """Trains on ``batches``, of which rank 1's are spoiled at ``bad`` steps; the parameters and what was done."""
+def train(rank, ranks, wrap, optimizer, batches, *, bad=(), clear_at=None, waits=False, **options):
+    """Trains on ``batches``, of which rank 1's are spoiled at ``bad`` steps; the parameters and what was done.
+
+    If it ``waits``, it does so after every step for the checkpoint that is being written.
+    """
     model = wrap(wrapped.make())
     base = optimizer(model)
     guarded = GuardedOptimizer(base, model, verbose=False, **options)
@@ -50,6 +53,8 @@ def train(rank, ranks, wrap, optimizer, batches, *, bad=(), clear_at=None, **opt
         if step == clear_at:
             base.state.clear()
         guarded.step()
+        if waits:
+            guarded._guard._checkpoints.archive.wait()
         done.append((guarded.last_record.action, guarded.last_record.restored_step))
     return [local(parameter).clone() for parameter in model.parameters()], done
 

@@ -39,7 +39,7 @@ def held(ring):
 
 
 def pointers(ring):
-    stored = [snapshot.tensors for snapshot in ring._snapshots] + ring._spare
+    stored = [snapshot.tensors for snapshot in ring._snapshots] + [copy.tensors for copy in ring._spare]
     return {tensor.data_ptr() for tensors in stored for tensor in tensors.values()}
 
 

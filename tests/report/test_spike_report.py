@@ -563,6 +563,9 @@ def test_the_settings_are_repeated_with_defaults_filled_in():
         "verbose": False,
         "max_grad_norm": 2,
         "snapshots": {"every": 100, "keep": 3, "quarantine": 10},
+        "checkpoints": None,
+        "moments": "keep",
+        "replay_data": False,
         "budget": {"consecutive_skips": 5, "rollbacks": 3, "window": 1000},
         "drift_check_every": 0,
     }

@@ -1,0 +1,307 @@
+"""The disk tier: checkpoints in a directory that all ranks share, written whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeVar
+from uuid import uuid4
+
+import torch
+
+from stabilityguard.config import CheckpointPolicy
+from stabilityguard.distributed.checkpoint import Contents, together, with_own_copies, write
+from stabilityguard.distributed.peers import Peers
+from stabilityguard.errors import CheckpointError, ConfigurationError
+from stabilityguard.recover.catalogue import Catalogue, Entry
+from stabilityguard.recover.manifest import FileEntry, Manifest, describe, find, sync_directory
+
+log = logging.getLogger("stabilityguard")
+
+T = TypeVar("T")
+
+UNFINISHED: Final = ".unfinished-"
+"""How the names of directories begin that are being written to."""
+
+
+@dataclass
+class Job:
+    """One checkpoint on its way to the disk."""
+
+    step: int
+    contents: Contents
+    stopped: bool
+    problem: str | None = None
+    """Why it failed, if it did."""
+
+    abandoned: bool = False
+    """Whether its future was given up while it was written."""
+
+    thread: threading.Thread | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is written, or has failed, on this rank."""
+        return self.thread is None or not self.thread.is_alive()
+
+
+class Archive:
+    """Writes, proves, keeps and finds checkpoints. All ranks make the same calls in the same order.
+
+    Args:
+        policy: where, when and how.
+        peers: the ranks, over a group that nothing else uses: a background thread speaks over it.
+
+    Raises:
+        ConfigurationError: the directory cannot be written to, or the ranks do not share it.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, peers: Peers) -> None:
+        self.policy, self.peers = policy, peers
+        self.directory = Path(policy.directory)
+        self.job: Job | None = None
+        self._is_first = peers.place == 0
+        self._unwritten: list[Entry] = []
+        self._surplus: list[Entry] = []
+        self._has_warned = False
+        self._resumed_at: int | None = None
+        self._check_directory()
+        self.catalogue = Catalogue(policy.keep, policy.quarantine, self._list())
+        self.catalogue.put_out_of_reach()
+
+    # Writing ------------------------------------------------------------------------------------------------------
+
+    def submit(self, step: int, contents: Contents, *, stopped: bool = False) -> None:
+        """Writes a checkpoint, in the background if the policy says so and the run goes on. Collective calls."""
+        assert self.job is None
+        job = Job(step, contents, stopped)
+        if self.policy.asynchronous and not stopped:
+            job.thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}")
+            job.thread.start()
+            self.job = job
+        else:
+            self._run(job)
+            self._close(job, succeeded=job.problem is None)
+
+    def settle(self, *, succeeded: bool) -> None:
+        """Closes the books on a job that has ended on all ranks; ``succeeded`` says whether it did so on all."""
+        assert self.job is not None
+        job, self.job = self.job, None
+        self._close(job, succeeded=succeeded)
+
+    def _close(self, job: Job, *, succeeded: bool) -> None:
+        if not succeeded:
+            self._warn("the checkpoint of step %d failed, and the earlier ones stay: %s", job.step, job.problem)
+        elif job.abandoned:
+            self._remove(job.step)
+        else:
+            entry = Entry(step=job.step, stopped=job.stopped)
+            self.catalogue.add(entry)
+            self._record([entry] if entry.clean else [])
+
+    def warn_late(self, step: int) -> None:
+        """Tells that no checkpoint was made at ``step``."""
+        assert self.job is not None
+        self._warn("no checkpoint of step %d: that of step %d is still being written", step, self.job.step)
+
+    def wait(self) -> None:
+        """Waits for a background job of this rank."""
+        if self.job is not None and self.job.thread is not None:
+            self.job.thread.join()
+
+    def _run(self, job: Job) -> None:
+        try:
+            self._write(job)
+        except Exception as error:  # the group's own errors included: the next all-reduce meets a lost rank, too
+            job.problem = str(error)
+
+    def _write(self, job: Job) -> None:
+        elements = together(self.peers, "looking for NaN and Inf", lambda: _count_finite(job.contents))
+        contents = with_own_copies(job.contents, self.peers)
+        path = Path(together(self.peers, "making a directory", self._make_directory)[0])
+        try:
+            names = write(path, contents, self.peers)
+            described = together(self.peers, "digesting", lambda: {name: describe(path / name) for name in names})
+            files = {name: entry for of_rank in described for name, entry in of_rank.items()}
+            together(self.peers, "publishing", lambda: self._publish(job, path, files, sum(elements)))
+        except CheckpointError:
+            if self._is_first:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def _make_directory(self) -> str:
+        if not self._is_first:
+            return ""
+        for left_over in self.directory.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        path = self.directory / f"{UNFINISHED}{uuid4().hex[:12]}"
+        path.mkdir(parents=True)
+        return str(path)
+
+    def _publish(self, job: Job, path: Path, files: Mapping[str, FileEntry], elements: int) -> None:
+        """Makes the checkpoint known, in one step."""
+        if not self._is_first:
+            return
+        metadata = {".metadata": describe(path / ".metadata")}
+        Manifest(
+            step=job.step,
+            state="verified",
+            world_size=len(self.peers),
+            torch=torch.__version__,
+            created=time.time(),
+            elements=elements,
+            stopped=job.stopped,
+            files={**files, **metadata},
+        ).write(path)
+        if self.path(job.step).exists():  # broken, or of a future that was given up: it would have been resumed from
+            shutil.rmtree(self.path(job.step))
+        path.rename(self.path(job.step))
+        sync_directory(self.directory)
+
+    # Keeping ------------------------------------------------------------------------------------------------------
+
+    def count_healthy_step(self) -> None:
+        """Promotes what has proved to be clean, and removes what is no longer needed. Not a collective."""
+        self._record(self.catalogue.count_healthy_step())
+
+    def _record(self, clean: Sequence[Entry]) -> None:
+        """Writes down on the first rank what has become clean; what that makes dispensable goes only afterwards."""
+        self._unwritten += clean
+        self._surplus += self.catalogue.surplus() if clean else []
+        if self._unwritten and self._is_first and not self._write_down():
+            return
+        for entry in self._surplus:
+            self._remove(entry.step)
+        self._unwritten, self._surplus = [], []
+
+    def _write_down(self) -> bool:
+        """Whether all manifests tell what is clean; else it is tried again after the next healthy step."""
+        for entry in self._unwritten:
+            path = self.path(entry.step)
+            try:
+                replace(Manifest.read(path), state="clean").write(path)
+            except (OSError, CheckpointError) as error:
+                if not self._has_warned:
+                    self._warn("the checkpoint of step %d could not be marked clean: %s", entry.step, error)
+                self._has_warned = True
+                return False
+        self._has_warned = False
+        return True
+
+    def abandon_newer_than(self, step: int) -> None:
+        """Removes the unproven checkpoints of a future that was given up."""
+        if self.job is not None and self.job.step > step:
+            self.job.abandoned = True
+        for entry in self.catalogue.abandon_newer_than(step):
+            self._remove(entry.step)
+
+    def _remove(self, step: int) -> None:
+        if self._is_first:
+            try:
+                shutil.rmtree(self.path(step))
+            except OSError as error:
+                self._warn("the checkpoint of step %d could not be removed: %s", step, error)
+
+    def begin(self, step: int) -> None:
+        """The user has put a state in place, reached at ``step``; no rollback goes back beyond that.
+
+        Raises:
+            ConfigurationError: on all ranks, if there are checkpoints of later steps: they are of another run.
+        """
+        if self.catalogue.newest > step:
+            raise ConfigurationError(
+                f"{self.directory} holds a checkpoint of step {self.catalogue.newest}, and this run is at step {step}; "
+                "call resume() before the first step to go on from it, or choose another directory"
+            )
+        if step != self._resumed_at:
+            self.catalogue.put_out_of_reach()
+
+    def resumed(self, entry: Entry) -> None:
+        """The run goes on from ``entry``; what was newer is given up."""
+        self._resumed_at = entry.step
+        self.catalogue.put_within_reach()
+        self.abandon_newer_than(entry.step)
+        self.catalogue.drop_broken_newer_than(entry.step)
+
+    # Finding ------------------------------------------------------------------------------------------------------
+
+    def load(self, entry: Entry, read: Callable[[Path, Manifest], T]) -> T | None:
+        """What ``read`` makes of a checkpoint on this rank, or None where that fails on any. Collective calls."""
+        path, found = self.path(entry.step), []
+        try:
+            together(self.peers, "checking the files", lambda: self._check(path))
+            together(self.peers, "reading a checkpoint", lambda: found.append(read(path, Manifest.read(path))))
+        except CheckpointError as error:
+            entry.broken = True
+            self._warn("the checkpoint of step %d cannot be used: %s", entry.step, error)
+            return None
+        return found[0]
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies."""
+        return self.directory / f"step_{step:08d}"
+
+    def _check(self, path: Path) -> None:
+        """Digests this rank's share of the files."""
+        manifest = Manifest.read(path)
+        mine = sorted(manifest.files)[self.peers.place :: len(self.peers)]
+        if problems := list(manifest.problems(path, mine)):
+            raise CheckpointError("; ".join(problems))
+
+    def _list(self) -> list[Entry]:
+        """What the first rank finds in the directory. A collective."""
+        found = [(m.step, m.state == "clean", m.stopped) for _, m in find(self.directory) if isinstance(m, Manifest)]
+        listed: list[tuple[int, bool, bool]] = self.peers.gather(
+            found if self._is_first else None, "listing checkpoints"
+        )[0]
+        return [Entry(step=step, clean=clean, stopped=stopped) for step, clean, stopped in listed]
+
+    def _check_directory(self) -> None:
+        mark = self.directory / f".shared-{uuid4().hex[:12]}"
+
+        def put() -> str:
+            if self._is_first:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            return mark.name
+
+        try:
+            name = together(self.peers, f"making {self.directory}", put)[0]
+            seen = together(self.peers, "looking for the mark", (self.directory / name).exists)
+        except CheckpointError as error:
+            raise ConfigurationError(f"CheckpointPolicy.directory: {error}") from error
+        finally:
+            if self._is_first:
+                mark.unlink(missing_ok=True)
+        blind = [rank for rank, sees in zip(self.peers.ranks, seen, strict=True) if not sees]
+        if blind:
+            raise ConfigurationError(
+                f"CheckpointPolicy.directory {str(self.directory)!r} of ranks {blind} is not that of rank "
+                f"{self.peers.ranks[0]}; checkpoints need a directory that all ranks share"
+            )
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self._is_first:
+            log.warning(message, *values)
+
+
+def _count_finite(contents: Contents) -> int:
+    """Number of elements of this rank's weights and moments.
+
+    Raises:
+        CheckpointError: some are NaN or Inf.
+    """
+    count = 0
+    for portion in contents.portions:
+        tensor = contents.tensors[portion.place]
+        if portion.place[0] != "buffer" and (tensor.is_floating_point() or tensor.is_complex()):
+            bad = sum(int((~torch.isfinite(box.within(tensor))).sum()) for box in portion.boxes)
+            if bad:
+                raise CheckpointError(f"{portion.name} has {bad} elements that are NaN or Inf")
+            count += sum(box.numel for box in portion.boxes)
+    return count

@@ -1,0 +1,213 @@
+"""Between the live training state and the checkpoints on disk: what goes into one, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabilityguard.distributed.checkpoint import Contents, own_portion, read, read_shapes
+from stabilityguard.distributed.layout import Layout, Place, Portion
+from stabilityguard.errors import CheckpointError
+from stabilityguard.recover.archive import Archive
+from stabilityguard.recover.catalogue import Entry
+from stabilityguard.recover.generators import read_generators
+from stabilityguard.recover.host import HostCopy
+from stabilityguard.recover.manifest import Manifest
+from stabilityguard.recover.state import DATA_LOADER, SmallState, TrainingState
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A checkpoint whose tensors are copied, and which waits for the lines that follow the user's ``step()``."""
+
+    step: int
+    at_end: SmallState
+    """As ``step()`` ended: a rollback goes back to this, and the user's next lines then run once more."""
+
+    at_next: SmallState | None = None
+    """As the next step began: a new run goes on from this, as those lines have run already."""
+
+    guard: dict[str, Any]
+    """What the guard knew."""
+
+    stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What one checkpoint holds for this rank."""
+
+    tensors: dict[Place, Tensor]
+    at_end: SmallState
+    at_next: SmallState
+    guard: dict[str, Any]
+
+
+class Disk:
+    """Makes and reads this rank's contents of checkpoints.
+
+    Args:
+        archive: where they go.
+        state: the live state.
+        layout: names its tensors.
+    """
+
+    def __init__(self, archive: Archive, state: TrainingState, layout: Layout) -> None:
+        self.archive = archive
+        self._state, self._layout = state, layout
+        self._copy = HostCopy()
+        self._draft: Draft | None = None
+        self._since = 0
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends as soon as the draft is written."""
+        return self._draft is not None and self._draft.stopped
+
+    def preserve(self, step: int, guard: Callable[[], dict[str, Any]], *, applied: bool, stop: bool) -> None:
+        """Copies what is due at the end of a step; ``stop`` makes it due, and waits for a checkpoint in the making."""
+        self._since += applied
+        if stop:
+            self._finish_job()
+        elif self._since < self.archive.policy.every:
+            return
+        elif self.archive.job is not None:
+            self.archive.warn_late(step)
+            self._since = 0
+            return
+        self._copy.take(self._state.tensors())
+        self._draft = Draft(step=step, at_end=self._state.small(), guard=guard(), stopped=stop)
+        self._since = 0
+
+    def next_step_begins(self) -> None:
+        """Takes note of what the user's lines after ``step()`` have changed."""
+        if self._draft is not None and self._draft.at_next is None:
+            self._draft.at_next = self._state.small()
+
+    def write(self) -> None:
+        """Writes the draft, if there is one. Collective calls; a background job is only started."""
+        self.next_step_begins()
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            self._copy.wait()
+            self.archive.submit(draft.step, self._contents(draft), stopped=draft.stopped)
+
+    def fence(self) -> None:
+        """Makes the device's coming work come after the copies that are being made."""
+        self._copy.fence()
+
+    def abandon_newer_than(self, step: int) -> None:
+        """Gives up what was made of a future that was given up."""
+        if self._draft is not None and self._draft.step > step and not self._draft.stopped:
+            self._draft = None
+        self.archive.abandon_newer_than(step)
+        self._since = 0
+
+    def load(self, entry: Entry) -> Loaded | None:
+        """Reads a checkpoint into new tensors; None on all ranks where that fails on one. Collective calls."""
+        return self.archive.load(entry, self._read)
+
+    def _finish_job(self) -> None:
+        job = self.archive.job
+        if job is not None:
+            self.archive.wait()
+            outcomes = self.archive.peers.gather(job.problem is None, "finishing a checkpoint")
+            self.archive.settle(succeeded=all(outcomes))
+
+    # Contents -----------------------------------------------------------------------------------------------------
+
+    def _contents(self, draft: Draft) -> Contents:
+        assert draft.at_next is not None
+        tensors, rank = self._copy.tensors, str(self.archive.peers.place)
+        portions = [p for place, tensor in tensors.items() for p in self._layout.portions(place, tensor.shape)]
+        told = {"at_end": self._by_name(draft.at_end), "at_next": self._by_name(draft.at_next), "guard": draft.guard}
+        return Contents(tensors=tensors, portions=portions, objects={("ranks", rank, "objects"): told})
+
+    def _read(self, path: Path, manifest: Manifest) -> Loaded:
+        whole, same_ranks = read_shapes(path), manifest.world_size == len(self.archive.peers)
+        tensors: dict[Place, Tensor] = {}
+        portions: list[Portion] = []
+
+        def want(place: Place, shape: torch.Size, dtype: torch.dtype, of_place: list[Portion]) -> None:
+            tensors[place] = torch.zeros(shape, dtype=dtype)  # zero where a flat parameter is padded
+            portions.extend(self._own(of_place, whole) if same_ranks else of_place)
+
+        for place, tensor in self._state.tensors().items():
+            if place[0] != "optimizer":
+                want(place, tensor.shape, tensor.dtype, self._layout.portions(place, tensor.shape))
+        shapes = {name: shape for name, (shape, _) in whole.items()}
+        for index in self._state.owned:
+            for place, shape, of_place in self._layout.find(index, shapes, own=same_ranks):
+                names = [of_place[0].name, own_portion(of_place[0], self.archive.peers.place).name]
+                want(place, shape, next(whole[name][1] for name in names if name in whole), of_place)
+        names = [f"ranks.{rank}.objects" for rank in self._ranks_to_read(manifest.world_size)]
+        objects = read(path, tensors, portions, names)
+        return self._assemble(tensors, [objects[name] for name in names], same_ranks=same_ranks)
+
+    def _own(self, portions: list[Portion], whole: Mapping[str, Any]) -> list[Portion]:
+        """The portions under the names of this rank's own, where there are such."""
+        own = [own_portion(portion, self.archive.peers.place) for portion in portions]
+        return [mine if mine.name in whole else portion for mine, portion in zip(own, portions, strict=True)]
+
+    def _ranks_to_read(self, count: int) -> list[int]:
+        """The objects to read: one's own, and where there were other ranks, all, as each keeps some parameters'."""
+        own = self.archive.peers.place if self.archive.peers.place < count else 0
+        return [own] if count == len(self.archive.peers) else [own, *(rank for rank in range(count) if rank != own)]
+
+    def _assemble(self, tensors: dict[Place, Tensor], objects: list[Any], *, same_ranks: bool) -> Loaded:
+        states = {when: [self._by_parameter(told[when]) for told in objects] for when in ("at_end", "at_next")}
+        merged = {when: replace(of[0], optimizer=_merged(of)) for when, of in states.items()}
+        if not same_ranks:  # nobody's random numbers go on
+            merged = {when: replace(small, generators=read_generators()) for when, small in merged.items()}
+        at_end = merged["at_end"]
+        tracked = {**merged["at_next"].tracked, **{k: v for k, v in at_end.tracked.items() if k == DATA_LOADER}}
+        at_next = replace(merged["at_next"], tracked=tracked, generators=at_end.generators)
+        return Loaded(tensors=tensors, at_end=at_end, at_next=at_next, guard=objects[0]["guard"])
+
+    # Small state, with names in place of parameters -----------------------------------------------------------------
+
+    def _by_name(self, small: SmallState) -> dict[str, Any]:
+        of_index, others = self._state.by_index(small.optimizer)
+        return {
+            "groups": [
+                {"names": self._names(indices), "settings": settings}
+                for indices, settings in zip(self._state.indices_by_group, small.groups, strict=True)
+            ],
+            "optimizer": {self._layout.names(index)[0]: entries for index, entries in of_index.items()},
+            "others": others,
+            "tracked": small.tracked,
+            "generators": small.generators,
+        }
+
+    def _by_parameter(self, told: Mapping[str, Any]) -> SmallState:
+        names = [self._names(indices) for indices in self._state.indices_by_group]
+        saved = [group["names"] for group in told["groups"]]
+        if [set(of) for of in names] != [set(of) for of in saved]:
+            raise CheckpointError(f"its parameter groups are others: {_difference(saved, names)}")
+        known = {self._layout.names(index)[0]: self._state.parameters[index] for index in self._state.owned}
+        optimizer = {known[name]: entries for name, entries in told["optimizer"].items() if name in known}
+        return SmallState(
+            groups=[group["settings"] for group in told["groups"]],
+            optimizer={**optimizer, **told["others"]},
+            tracked=told["tracked"],
+            generators=told["generators"],
+        )
+
+    def _names(self, indices: list[int]) -> list[str]:
+        return [name for index in indices for name in self._layout.names(index)]
+
+
+def _merged(states: list[SmallState]) -> dict[Any, Any]:
+    return {key: entries for small in reversed(states) for key, entries in small.optimizer.items()}
+
+
+def _difference(saved: list[list[str]], names: list[list[str]]) -> str:
+    if len(saved) != len(names):
+        return f"{len(saved)} groups in the checkpoint, {len(names)} here"
+    gone = sorted({n for of in saved for n in of} ^ {n for of in names for n in of})
+    return f"{', '.join(gone[:3])} on one side only" if gone else "the same parameters in other groups"
