@@ -176,8 +176,9 @@ class Guard:
         self._finish(record)
         if report is not None and record.action == "raise":
             raise make_error(report, place=self.peers.place)
-        stop = self.deliberation.is_to_stop
-        self._checkpoints.preserve(self.steps, self.state_dict, applied=record.applied, stop=stop)
+        if not self._had_joined:  # a rank without data has an old state
+            stop = self.deliberation.is_to_stop
+            self._checkpoints.preserve(self.steps, self.state_dict, applied=record.applied, stop=stop)
         return outcome.result
 
     def _judge(self, statistics: Statistics) -> Case:

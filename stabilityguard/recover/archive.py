@@ -34,7 +34,7 @@ class Job:
     """One checkpoint on its way to the disk."""
 
     step: int
-    contents: Contents
+    make: Callable[[], Contents]
     stopped: bool
     problem: str | None = None
     """Why it failed, if it did."""
@@ -76,10 +76,10 @@ class Archive:
 
     # Writing ------------------------------------------------------------------------------------------------------
 
-    def submit(self, step: int, contents: Contents, *, stopped: bool = False) -> None:
-        """Writes a checkpoint, in the background if the policy says so and the run goes on. Collective calls."""
+    def submit(self, step: int, make: Callable[[], Contents], *, stopped: bool = False) -> None:
+        """Writes what ``make`` returns, in the background if the policy says so, unless ``stopped``. Collective calls."""
         assert self.job is None
-        job = Job(step, contents, stopped)
+        job = Job(step, make, stopped)
         if self.policy.asynchronous and not stopped:
             job.thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}")
             job.thread.start()
@@ -121,8 +121,10 @@ class Archive:
             job.problem = str(error)
 
     def _write(self, job: Job) -> None:
-        elements = together(self.peers, "looking for NaN and Inf", lambda: _count_finite(job.contents))
-        contents = with_own_copies(job.contents, self.peers)
+        made: list[Contents] = []
+        together(self.peers, "putting a checkpoint together", lambda: made.append(job.make()))
+        elements = together(self.peers, "looking for NaN and Inf", lambda: _count_finite(made[0]))
+        contents = with_own_copies(made[0], self.peers)
         path = Path(together(self.peers, "making a directory", self._make_directory)[0])
         try:
             names = write(path, contents, self.peers)

@@ -94,8 +94,7 @@ class Disk:
         self.next_step_begins()
         draft, self._draft = self._draft, None
         if draft is not None:
-            self._copy.wait()
-            self.archive.submit(draft.step, self._contents(draft), stopped=draft.stopped)
+            self.archive.submit(draft.step, lambda: self._contents(draft), stopped=draft.stopped)
 
     def fence(self) -> None:
         """Makes the device's coming work come after the copies that are being made."""
@@ -123,6 +122,9 @@ class Disk:
 
     def _contents(self, draft: Draft) -> Contents:
         assert draft.at_next is not None
+        self._copy.wait()
+        if self._copy.is_torn:
+            raise CheckpointError("parameters were written to while they were copied")
         tensors, rank = self._copy.tensors, str(self.archive.peers.place)
         portions = [p for place, tensor in tensors.items() for p in self._layout.portions(place, tensor.shape)]
         told = {"at_end": self._by_name(draft.at_end), "at_next": self._by_name(draft.at_next), "guard": draft.guard}

@@ -65,10 +65,16 @@ class Recovery:
     @property
     def _targets(self) -> list[Snapshot | Entry]:
         """In RAM, and on disk where RAM has not the same."""
-        in_ram: list[Snapshot | Entry] = [*self._ring.targets] if self._ring is not None else []
-        steps = {target.step for target in in_ram}
-        on_disk = self.disk.archive.catalogue.targets if self.disk is not None else []
-        return [*in_ram, *(entry for entry in on_disk if entry.step not in steps)]
+        steps = {target.step for target in self._in_ram}
+        return [*self._in_ram, *(entry for entry in self._on_disk if entry.step not in steps)]
+
+    @property
+    def _in_ram(self) -> list[Snapshot | Entry]:
+        return [*self._ring.targets] if self._ring is not None else []
+
+    @property
+    def _on_disk(self) -> list[Snapshot | Entry]:
+        return [*self.disk.archive.catalogue.targets] if self.disk is not None else []
 
     @property
     def was_rewritten(self) -> bool:
@@ -171,7 +177,7 @@ class Recovery:
         return loaded.guard
 
     def _mark_restored(self, step: int) -> None:
-        for target in self._targets:
+        for target in (*self._in_ram, *self._on_disk):
             target.restored = target.restored or target.step == step
         self._since_snapshot = 0
         if self._ring is not None:

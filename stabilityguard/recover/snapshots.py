@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from stabilityguard.distributed.layout import Place
 from stabilityguard.recover.catalogue import choose
 from stabilityguard.recover.host import HostCopy
 from stabilityguard.recover.state import SmallState
+
+log = logging.getLogger("stabilityguard")
 
 
 @dataclass(kw_only=True)
@@ -65,8 +68,11 @@ class SnapshotRing:
 
     def fence(self) -> None:
         """Makes the device's coming work come after the copies that are being made."""
-        for snapshot in self._snapshots:
+        for snapshot in list(self._snapshots):
             snapshot.copy.fence()
+            if snapshot.copy.is_torn:
+                log.warning("no snapshot of step %d: parameters were written to while it was made", snapshot.step)
+                self._release(snapshot)
 
     def count_healthy_step(self) -> None:
         """Brings every snapshot one step nearer to being a target."""
