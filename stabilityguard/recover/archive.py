@@ -77,7 +77,7 @@ class Archive:
     # Writing ------------------------------------------------------------------------------------------------------
 
     def submit(self, step: int, make: Callable[[], Contents], *, stopped: bool = False) -> None:
-        """Writes what ``make`` returns, in the background if the policy says so, unless ``stopped``. Collective calls."""
+        """Writes what ``make`` returns; in the background, if the policy says so and the run goes on. Collective calls."""
         assert self.job is None
         job = Job(step, make, stopped)
         if self.policy.asynchronous and not stopped:
