@@ -5,49 +5,23 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
-import torch
-
 from stabilityguard.config import CheckpointPolicy
-from stabilityguard.distributed.checkpoint import Contents, together, with_own_copies, write
+from stabilityguard.distributed.checkpoint import Contents, together
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError, ConfigurationError
 from stabilityguard.recover.catalogue import Catalogue, Entry
-from stabilityguard.recover.manifest import FileEntry, Manifest, describe, find, sync_directory
+from stabilityguard.recover.manifest import Manifest, find, path_of
+from stabilityguard.recover.writing import Job, write_checkpoint
 
 log = logging.getLogger("stabilityguard")
 
 T = TypeVar("T")
-
-UNFINISHED: Final = ".unfinished-"
-"""How the names of directories begin that are being written to."""
-
-
-@dataclass
-class Job:
-    """One checkpoint on its way to the disk."""
-
-    step: int
-    make: Callable[[], Contents]
-    stopped: bool
-    problem: str | None = None
-    """Why it failed, if it did."""
-
-    abandoned: bool = False
-    """Whether its future was given up while it was written."""
-
-    thread: threading.Thread | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is written, or has failed, on this rank."""
-        return self.thread is None or not self.thread.is_alive()
 
 
 class Archive:
@@ -77,7 +51,7 @@ class Archive:
     # Writing ------------------------------------------------------------------------------------------------------
 
     def submit(self, step: int, make: Callable[[], Contents], *, stopped: bool = False) -> None:
-        """Writes what ``make`` returns; in the background, if the policy says so and the run goes on. Collective calls."""
+        """Writes what ``make`` returns, unless ``stopped`` in the background if so told. Collective calls."""
         assert self.job is None
         job = Job(step, make, stopped)
         if self.policy.asynchronous and not stopped:
@@ -116,54 +90,9 @@ class Archive:
 
     def _run(self, job: Job) -> None:
         try:
-            self._write(job)
+            write_checkpoint(job, self.directory, self.peers)
         except Exception as error:  # the group's own errors included: the next all-reduce meets a lost rank, too
             job.problem = str(error)
-
-    def _write(self, job: Job) -> None:
-        made: list[Contents] = []
-        together(self.peers, "putting a checkpoint together", lambda: made.append(job.make()))
-        elements = together(self.peers, "looking for NaN and Inf", lambda: _count_finite(made[0]))
-        contents = with_own_copies(made[0], self.peers)
-        path = Path(together(self.peers, "making a directory", self._make_directory)[0])
-        try:
-            names = write(path, contents, self.peers)
-            described = together(self.peers, "digesting", lambda: {name: describe(path / name) for name in names})
-            files = {name: entry for of_rank in described for name, entry in of_rank.items()}
-            together(self.peers, "publishing", lambda: self._publish(job, path, files, sum(elements)))
-        except CheckpointError:
-            if self._is_first:
-                shutil.rmtree(path, ignore_errors=True)
-            raise
-
-    def _make_directory(self) -> str:
-        if not self._is_first:
-            return ""
-        for left_over in self.directory.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
-        path = self.directory / f"{UNFINISHED}{uuid4().hex[:12]}"
-        path.mkdir(parents=True)
-        return str(path)
-
-    def _publish(self, job: Job, path: Path, files: Mapping[str, FileEntry], elements: int) -> None:
-        """Makes the checkpoint known, in one step."""
-        if not self._is_first:
-            return
-        metadata = {".metadata": describe(path / ".metadata")}
-        Manifest(
-            step=job.step,
-            state="verified",
-            world_size=len(self.peers),
-            torch=torch.__version__,
-            created=time.time(),
-            elements=elements,
-            stopped=job.stopped,
-            files={**files, **metadata},
-        ).write(path)
-        if self.path(job.step).exists():  # broken, or of a future that was given up: it would have been resumed from
-            shutil.rmtree(self.path(job.step))
-        path.rename(self.path(job.step))
-        sync_directory(self.directory)
 
     # Keeping ------------------------------------------------------------------------------------------------------
 
@@ -190,8 +119,9 @@ class Archive:
             except (OSError, CheckpointError) as error:
                 if not self._has_warned:
                     self._warn("the checkpoint of step %d could not be marked clean: %s", entry.step, error)
-                self._has_warned = True
-                return False
+                self._has_warned = path.exists()
+                if self._has_warned:
+                    return False
         self._has_warned = False
         return True
 
@@ -239,14 +169,18 @@ class Archive:
             together(self.peers, "checking the files", lambda: self._check(path))
             together(self.peers, "reading a checkpoint", lambda: found.append(read(path, Manifest.read(path))))
         except CheckpointError as error:
-            entry.broken = True
-            self._warn("the checkpoint of step %d cannot be used: %s", entry.step, error)
+            self.give_up(entry, error)
             return None
         return found[0]
 
+    def give_up(self, entry: Entry, error: CheckpointError) -> None:
+        """Takes note, on all ranks, that a checkpoint is of no use."""
+        entry.broken = True
+        self._warn("the checkpoint of step %d cannot be used: %s", entry.step, error)
+
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies."""
-        return self.directory / f"step_{step:08d}"
+        return path_of(self.directory, step)
 
     def _check(self, path: Path) -> None:
         """Digests this rank's share of the files."""
@@ -290,20 +224,3 @@ class Archive:
     def _warn(self, message: str, *values: object) -> None:
         if self._is_first:
             log.warning(message, *values)
-
-
-def _count_finite(contents: Contents) -> int:
-    """Number of elements of this rank's weights and moments.
-
-    Raises:
-        CheckpointError: some are NaN or Inf.
-    """
-    count = 0
-    for portion in contents.portions:
-        tensor = contents.tensors[portion.place]
-        if portion.place[0] != "buffer" and (tensor.is_floating_point() or tensor.is_complex()):
-            bad = sum(int((~torch.isfinite(box.within(tensor))).sum()) for box in portion.boxes)
-            if bad:
-                raise CheckpointError(f"{portion.name} has {bad} elements that are NaN or Inf")
-            count += sum(box.numel for box in portion.boxes)
-    return count

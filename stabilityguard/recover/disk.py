@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stabilityguard.distributed.checkpoint import Contents, own_portion, read, read_shapes
+from stabilityguard.distributed.checkpoint import Contents, own_portion, read, read_shapes, together
 from stabilityguard.distributed.layout import Layout, Place, Portion
 from stabilityguard.errors import CheckpointError
 from stabilityguard.recover.archive import Archive
@@ -107,9 +108,28 @@ class Disk:
         self.archive.abandon_newer_than(step)
         self._since = 0
 
-    def load(self, entry: Entry) -> Loaded | None:
-        """Reads a checkpoint into new tensors; None on all ranks where that fails on one. Collective calls."""
-        return self.archive.load(entry, self._read)
+    def restore(self, entry: Entry, *, resuming: bool = False, without: Collection[str] = ()) -> Loaded | None:
+        """Puts a checkpoint back, as its ``step()`` ended, or ``resuming`` as the next step began. Collective calls.
+
+        None on all ranks, with the live state as it was, where that fails on one. ``without`` names tracked objects to
+        leave alone.
+        """
+        loaded = self.archive.load(entry, self._read)
+        if loaded is None:
+            return None
+        small, before = loaded.at_next if resuming else loaded.at_end, self._state.small()
+        try:
+            self._restore_settings(small, without)
+        except CheckpointError as error:
+            self._state.restore_settings(before)
+            self.archive.give_up(entry, error)
+            return None
+        self._state.restore_tensors(loaded.tensors, small)
+        return loaded
+
+    def _restore_settings(self, small: SmallState, without: Collection[str]) -> None:
+        restore = partial(self._state.restore_settings, small, without=without)
+        together(self.archive.peers, "loading tracked objects", restore)
 
     def _finish_job(self) -> None:
         job = self.archive.job
@@ -127,7 +147,12 @@ class Disk:
             raise CheckpointError("parameters were written to while they were copied")
         tensors, rank = self._copy.tensors, str(self.archive.peers.place)
         portions = [p for place, tensor in tensors.items() for p in self._layout.portions(place, tensor.shape)]
-        told = {"at_end": self._by_name(draft.at_end), "at_next": self._by_name(draft.at_next), "guard": draft.guard}
+        told = {
+            "at_end": self._by_name(draft.at_end),
+            "at_next": self._by_name(draft.at_next),
+            "guard": draft.guard,
+            "optimizer": self._state.optimizer_name,
+        }
         return Contents(tensors=tensors, portions=portions, objects={("ranks", rank, "objects"): told})
 
     def _read(self, path: Path, manifest: Manifest) -> Loaded:
@@ -162,6 +187,8 @@ class Disk:
         return [own] if count == len(self.archive.peers) else [own, *(rank for rank in range(count) if rank != own)]
 
     def _assemble(self, tensors: dict[Place, Tensor], objects: list[Any], *, same_ranks: bool) -> Loaded:
+        if (optimizer := objects[0]["optimizer"]) != self._state.optimizer_name:
+            raise CheckpointError(f"it was written with {optimizer}, but the optimizer is {self._state.optimizer_name}")
         states = {when: [self._by_parameter(told[when]) for told in objects] for when in ("at_end", "at_next")}
         merged = {when: replace(of[0], optimizer=_merged(of)) for when, of in states.items()}
         if not same_ranks:  # nobody's random numbers go on
@@ -191,6 +218,8 @@ class Disk:
         saved = [group["names"] for group in told["groups"]]
         if [set(of) for of in names] != [set(of) for of in saved]:
             raise CheckpointError(f"its parameter groups are others: {_difference(saved, names)}")
+        if missing := sorted(self._state.tracked.keys() - told["tracked"].keys()):
+            raise CheckpointError(f"it holds no state of {missing[0]!r}, which track names")
         known = {self._layout.names(index)[0]: self._state.parameters[index] for index in self._state.owned}
         optimizer = {known[name]: entries for name, entries in told["optimizer"].items() if name in known}
         return SmallState(

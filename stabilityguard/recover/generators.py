@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,11 +26,14 @@ def read_generators() -> dict[str, Any]:
 
 
 def write_generators(states: dict[str, Any]) -> None:
-    """Puts states back that ``read_generators`` gave."""
+    """Puts states back that ``read_generators`` gave, as far as there are such generators here."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+        with contextlib.suppress(ImportError):  # it was loaded then, and will be again
+            import_module("numpy").random.set_state(states["numpy"])
     for name in _DEVICES:
-        if name in states:
-            getattr(torch, name).set_rng_state_all(states[name])
+        device = getattr(torch, name)
+        if name in states and device.is_available():
+            for index, state in enumerate(states[name][: device.device_count()]):
+                device.set_rng_state(state, index)

@@ -50,7 +50,7 @@ class Manifest:
     """Seconds since 1970."""
 
     elements: int
-    """Elements of weights and moments, all of them finite."""
+    """Elements of weights and moments that the ranks hold together, replicas included; all are finite."""
 
     stopped: bool
     """Whether it was written because the run was asked to stop; ``resume()`` goes on from it."""
@@ -111,6 +111,11 @@ class Manifest:
                     yield f"{name} has {size} bytes instead of {entry.bytes}"
                 continue
             yield f"{name} is missing"
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` lies in ``directory``."""
+    return directory / f"step_{step:08d}"
 
 
 def find(directory: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:

@@ -170,11 +170,8 @@ class Recovery:
             self._state.restore(target.tensors, target.small, without=self._left_alone)
             return target.memory
         assert self.disk is not None
-        loaded = self.disk.load(target)
-        if loaded is None:
-            return None
-        self._state.restore(loaded.tensors, loaded.at_end, without=self._left_alone)
-        return loaded.guard
+        loaded = self.disk.restore(target, without=self._left_alone)
+        return None if loaded is None else loaded.guard
 
     def _mark_restored(self, step: int) -> None:
         for target in (*self._in_ram, *self._on_disk):
@@ -195,10 +192,9 @@ class Recovery:
         catalogue = self.disk.archive.catalogue
         had_some = catalogue.resumable() is not None
         while (entry := catalogue.resumable()) is not None:
-            loaded = self.disk.load(entry)
+            loaded = self.disk.restore(entry, resuming=True)
             if loaded is not None:
                 self.disk.archive.resumed(entry)
-                self._state.restore(loaded.tensors, loaded.at_next)
                 return loaded
         if had_some:
             raise CheckpointError(f"none of the checkpoints in {self.disk.archive.directory} can be read")

@@ -73,7 +73,7 @@ class TrainingState:
         self.parameters = parameters
         self._buffers = buffers
         self._optimizer = optimizer
-        self._tracked = tracked
+        self.tracked = tracked
 
     def tensors(self) -> dict[Place, Tensor]:
         """The live bulk tensors on this rank, detached: parameters, buffers and the optimizer's tensors."""
@@ -93,9 +93,14 @@ class TrainingState:
         return SmallState(
             groups=[self._copied({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups],
             optimizer={key: self._copied(self._without_bulk(key, e)) for key, e in self._entries_by_owner.items()},
-            tracked={name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._tracked.items()},
+            tracked={name: copy.deepcopy(stateful.state_dict()) for name, stateful in self.tracked.items()},
             generators=read_generators(),
         )
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of the optimizer's class."""
+        return type(self._optimizer).__name__
 
     @property
     def owned(self) -> list[int]:
@@ -128,7 +133,19 @@ class TrainingState:
 
         Neither argument is adopted: both can be restored again. Tracked objects named in ``without`` are left alone.
         """
-        self._restore_small(small, without)
+        self.restore_settings(small, without=without)
+        self.restore_tensors(tensors, small)
+
+    def restore_settings(self, small: SmallState, *, without: Collection[str] = ()) -> None:
+        """The first part: hyperparameters and tracked objects, whose own code may raise."""
+        for group, saved in zip(self._optimizer.param_groups, small.groups, strict=True):
+            _restore_group(group, self._copied(saved))
+        for name in self.tracked.keys() - set(without):
+            self.tracked[name].load_state_dict(copy.deepcopy(small.tracked[name]))
+
+    def restore_tensors(self, tensors: Mapping[Place, Tensor], small: SmallState) -> None:
+        """The second part: parameters, buffers, the optimizer's state, and random generators."""
+        self._restore_others(small.optimizer)
         self._forget_entries(tensors)
         pairs: list[tuple[Tensor, Tensor]] = []
         for (room, owner, name), saved in tensors.items():
@@ -141,6 +158,13 @@ class TrainingState:
         for target, source in pairs:
             target.copy_(source)
         write_generators(small.generators)
+
+    def _restore_others(self, saved: Mapping[Any, Any]) -> None:
+        state = self._entries_by_owner
+        for key in [key for key in state if key not in saved]:
+            del state[key]
+        for key, others in saved.items():
+            state[key] = _with_tensors_of(state.get(key), self._copied(others))
 
     def _copied(self, entries: Any) -> Any:
         """A deep copy in which parameters stay themselves; what cannot be copied stays, too."""
@@ -184,17 +208,6 @@ class TrainingState:
             entries = self._entries(parameter)
             for name in [n for n, v in entries.items() if isinstance(v, Tensor) and ("optimizer", i, n) not in tensors]:
                 del entries[name]
-
-    def _restore_small(self, small: SmallState, without: Collection[str]) -> None:
-        for group, saved in zip(self._optimizer.param_groups, small.groups, strict=True):
-            _restore_group(group, self._copied(saved))
-        for name in self._tracked.keys() - set(without):
-            self._tracked[name].load_state_dict(copy.deepcopy(small.tracked[name]))
-        state = self._entries_by_owner
-        for key in [key for key in state if key not in small.optimizer]:
-            del state[key]
-        for key, others in small.optimizer.items():
-            state[key] = _with_tensors_of(state.get(key), self._copied(others))
 
 
 def check_moments(moments: Moments, shards: Iterable[Shard]) -> None:
