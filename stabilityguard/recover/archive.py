@@ -16,7 +16,7 @@ from stabilityguard.distributed.checkpoint import Contents, together
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError, ConfigurationError
 from stabilityguard.recover.catalogue import Catalogue, Entry
-from stabilityguard.recover.manifest import Manifest, find, path_of
+from stabilityguard.recover.manifest import Manifest, find, path_of, step_of
 from stabilityguard.recover.writing import Job, write_checkpoint
 
 log = logging.getLogger("stabilityguard")
@@ -153,12 +153,12 @@ class Archive:
         if step != self._resumed_at:
             self.catalogue.put_out_of_reach()
 
-    def resumed(self, entry: Entry) -> None:
-        """The run goes on from ``entry``; what was newer is given up."""
-        self._resumed_at = entry.step
+    def resumed(self, step: int) -> None:
+        """The run goes on from the checkpoint of ``step``, or from 0 without any; what was newer is given up."""
+        self._resumed_at = step
         self.catalogue.put_within_reach()
-        self.abandon_newer_than(entry.step)
-        self.catalogue.drop_broken_newer_than(entry.step)
+        self.abandon_newer_than(step)
+        self.catalogue.drop_broken_newer_than(step)
 
     # Finding ------------------------------------------------------------------------------------------------------
 
@@ -191,11 +191,9 @@ class Archive:
 
     def _list(self) -> list[Entry]:
         """What the first rank finds in the directory. A collective."""
-        found = [(m.step, m.state == "clean", m.stopped) for _, m in find(self.directory) if isinstance(m, Manifest)]
-        listed: list[tuple[int, bool, bool]] = self.peers.gather(
-            found if self._is_first else None, "listing checkpoints"
-        )[0]
-        return [Entry(step=step, clean=clean, stopped=stopped) for step, clean, stopped in listed]
+        found = [_entry_of(*one) for one in find(self.directory)] if self._is_first else []
+        listed: list[Entry] = self.peers.gather(found, "listing checkpoints")[0]
+        return listed
 
     def _check_directory(self) -> None:
         mark = self.directory / f".shared-{uuid4().hex[:12]}"
@@ -224,3 +222,9 @@ class Archive:
     def _warn(self, message: str, *values: object) -> None:
         if self._is_first:
             log.warning(message, *values)
+
+
+def _entry_of(path: Path, manifest: Manifest | CheckpointError) -> Entry:
+    if isinstance(manifest, CheckpointError):
+        return Entry(step=step_of(path), broken=True)
+    return Entry(step=manifest.step, clean=manifest.state == "clean", stopped=manifest.stopped)

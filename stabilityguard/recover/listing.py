@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from stabilityguard.errors import CheckpointError
-from stabilityguard.recover.manifest import Manifest, find
+from stabilityguard.recover.manifest import Manifest, find, step_of
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -27,8 +27,7 @@ def table(directory: Path, *, verify: bool = False) -> tuple[list[str], bool]:
 
 def _row(path: Path, manifest: Manifest | CheckpointError, *, verify: bool) -> tuple[str, bool]:
     if isinstance(manifest, CheckpointError):
-        step = path.name.removeprefix("step_").lstrip("0")
-        return f"{step:>10}  {'broken':<9} {'':>5} {'':>10} {'':>8}  {manifest}", False
+        return f"{step_of(path):>10}  {'broken':<9} {'':>5} {'':>10} {'':>8}  {manifest}", False
     problems = list(manifest.problems(path) if verify else manifest.gaps(path))
     state = "broken" if problems else manifest.state
     remark = "; ".join(problems) or ("written as the run was stopped" if manifest.stopped else "")

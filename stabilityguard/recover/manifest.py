@@ -118,10 +118,15 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's directory is named by."""
+    return int(path.name.removeprefix("step_"))
+
+
 def find(directory: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
     """The checkpoints in ``directory`` by step, with their manifests or what is wrong with these."""
-    for path in sorted(directory.glob("step_*")):
-        if path.is_dir():
+    for path in sorted(directory.glob("step_*"), key=lambda path: path.name):
+        if path.is_dir() and path.name.removeprefix("step_").isdigit():
             try:
                 yield path, Manifest.read(path)
             except CheckpointError as error:

@@ -190,14 +190,14 @@ class Recovery:
         """
         assert self.disk is not None
         catalogue = self.disk.archive.catalogue
-        had_some = catalogue.resumable() is not None
         while (entry := catalogue.resumable()) is not None:
             loaded = self.disk.restore(entry, resuming=True)
             if loaded is not None:
-                self.disk.archive.resumed(entry)
+                self.disk.archive.resumed(entry.step)
                 return loaded
-        if had_some:
+        if any(entry.broken for entry in catalogue.entries):
             raise CheckpointError(f"none of the checkpoints in {self.disk.archive.directory} can be read")
+        self.disk.archive.resumed(0)
         return None
 
     def forget_moments(self, parameters: Iterable[Tensor]) -> None:
