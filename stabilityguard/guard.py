@@ -19,7 +19,7 @@ from stabilityguard.distributed.consensus import Ballot
 from stabilityguard.distributed.join import JoinedRank
 from stabilityguard.distributed.layout import Layout
 from stabilityguard.distributed.peers import ALONE, Peers
-from stabilityguard.distributed.shards import ShardOf
+from stabilityguard.distributed.shards import ShardOf, tied_names
 from stabilityguard.errors import CheckpointError, StabilityGuardError
 from stabilityguard.groups import are_parameters_of, learning_rate, parameters_of
 from stabilityguard.measure.forward import ForwardObserver
@@ -311,7 +311,9 @@ class Guard:
         self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
         if keeps_recovery:
             return
-        layout = Layout(self._parameters, table.shards, self._shard_of, self.peers.place)
+        layout = Layout(
+            self._parameters, table.shards, self._shard_of, self.peers.place, tied_names(self._model, table.shards)
+        )
         self._recovery = Recovery(
             self._model, self._optimizer, self._tracked, self.config, self._checkpoints.archive, layout
         )
@@ -344,5 +346,5 @@ class Guard:
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""
         if not self._begun or self._recovery.was_rewritten:
-            self._begun = True
             self._recovery.begin(self.steps, self._memory.state_dict)
+            self._begun = True

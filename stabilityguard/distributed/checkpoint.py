@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +55,9 @@ class Contents:
     objects: Mapping[tuple[str, ...], Any]
     """Everything else, by path; anything that pickles."""
 
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of whole tensors, with those among the portions; the first rank's count."""
+
 
 # Writing ----------------------------------------------------------------------------------------------------------
 
@@ -87,9 +90,21 @@ def write(directory: Path, contents: Contents, peers: Peers) -> list[str]:
     assert planned[0] is not None
     of_ranks, metadata = planned[0]
     written = together(peers, "writing a checkpoint", lambda: write_files(of_ranks[peers.place]))
+    if is_coordinator:
+        _add_aliases(contents.aliases, metadata, written)
     together(peers, "writing a checkpoint", lambda: writer.finish(metadata, written) if is_coordinator else None)
     together(peers, "reading a checkpoint back", lambda: _compare(directory, contents, planner.plan))
     return sorted({result.storage_data.relative_path for result in written[peers.place]})
+
+
+def _add_aliases(aliases: Mapping[str, str], metadata: Metadata, written: list[list[Any]]) -> None:
+    """Lets further names lead to the same bytes."""
+    for alias, name in aliases.items():
+        if name in metadata.state_dict_metadata:
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+            metadata.planner_data[alias] = ("model", alias.removeprefix("model."))
+            same = [result for of_rank in written for result in of_rank if result.index.fqn == name]
+            written.append([replace(result, index=replace(result.index, fqn=alias)) for result in same])
 
 
 def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
@@ -246,6 +261,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def _read_portion(self, portion: Portion) -> list[ReadItem]:
         assert self.metadata is not None
+        if not portion.boxes:
+            return []
         saved = self.metadata.state_dict_metadata.get(portion.name)
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(f"it holds no {portion.name}; the model or the optimizer is another one")

@@ -75,12 +75,19 @@ class Layout:
         shards: of these parameters on this rank.
         shard_of: what tells apart parts of parameters that were split by hand.
         rank: this rank's place among its peers, for what no other rank can use.
+        aliases: further names of tied parameters, with the names under which they are kept.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shards: Sequence[Shard], shard_of: ShardOf | None, rank: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        shards: Sequence[Shard],
+        shard_of: ShardOf | None,
+        rank: int,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self._parameters, self._rank = parameters, rank
+        self.aliases = {f"model.{alias}": f"model.{name}" for alias, name in (aliases or {}).items()}
         of_parameter: dict[Tensor, list[_Part]] = {parameter: [] for parameter in parameters}
         for shard in shards:
             of_parameter[shard.parameter].append(_part(shard, shard_of))
@@ -155,7 +162,9 @@ def _part(shard: Shard, shard_of: ShardOf | None) -> _Part:
     name = shard.qualified_name
     told: Hashable = None if shard_of is None else shard_of(name, shard.parameter)
     known_as = name if told is None else f"{name}[{told}]"
-    return _Part(known_as, tuple(shard.whole), tuple(box for box in _boxes(shard) if box.numel))
+    return _Part(
+        known_as, tuple(shard.whole), tuple(box for box in _boxes(shard) if box.numel or not shard.whole.numel())
+    )
 
 
 def _boxes(shard: Shard) -> Iterator[Box]:

@@ -111,6 +111,18 @@ def find_shards(model: nn.Module, parameters: Iterable[Tensor], shard_of: ShardO
     return sorted(shards, key=lambda shard: order.get(shard.layer, len(order)))
 
 
+def tied_names(model: nn.Module, shards: Iterable[Shard]) -> dict[str, str]:
+    """Further names of parameters that several modules own, with the name of their shard."""
+    kept = {shard.parameter: shard.qualified_name for shard in shards}
+    names = [
+        (qualified(layer, key), kept[parameter])
+        for layer, module in named_layers(model)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter in kept and "_handle" not in module.__dict__
+    ]
+    return {name: first for name, first in names if name != first}
+
+
 def _identity(parameter: Tensor, layer: str, name: str, shard_of: ShardOf | None) -> Hashable:
     is_split = local_part(parameter) is not parameter
     found = _identity_on_mesh(parameter) if is_split else tuple(parameter.shape)

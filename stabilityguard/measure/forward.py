@@ -80,9 +80,9 @@ class ForwardObserver:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._before_next is not None and module.training and torch.is_grad_enabled():
-            callback, self._before_next = self._before_next, None
+            self._before_next()
+            self._before_next = None
             self._at_entry.close()
-            callback()
 
     def _arrive(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._on_forward is not None and module.training and torch.is_grad_enabled():

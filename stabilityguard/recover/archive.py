@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -23,6 +25,8 @@ log = logging.getLogger("stabilityguard")
 
 T = TypeVar("T")
 
+_FAILED = "the checkpoint of step %d failed, and the earlier ones stay: %s"
+
 
 class Archive:
     """Writes, proves, keeps and finds checkpoints. All ranks make the same calls in the same order.
@@ -37,7 +41,7 @@ class Archive:
 
     def __init__(self, policy: CheckpointPolicy, peers: Peers) -> None:
         self.policy, self.peers = policy, peers
-        self.directory = Path(policy.directory)
+        self.directory = Path(policy.directory).absolute()
         self.job: Job | None = None
         self._is_first = peers.place == 0
         self._unwritten: list[Entry] = []
@@ -47,6 +51,7 @@ class Archive:
         self._check_directory()
         self.catalogue = Catalogue(policy.keep, policy.quarantine, self._list())
         self.catalogue.put_out_of_reach()
+        self._is_own = not self.catalogue.entries
 
     # Writing ------------------------------------------------------------------------------------------------------
 
@@ -70,11 +75,11 @@ class Archive:
 
     def _close(self, job: Job, *, succeeded: bool) -> None:
         if not succeeded:
-            self._warn("the checkpoint of step %d failed, and the earlier ones stay: %s", job.step, job.problem)
+            self._warn(_FAILED, job.step, job.problem or "on another rank")
         elif job.abandoned:
             self._remove(job.step)
         else:
-            entry = Entry(step=job.step, stopped=job.stopped)
+            entry = Entry(step=job.step, stopped=job.stopped, reachable=not job.outdated)
             self.catalogue.add(entry)
             self._record([entry] if entry.clean else [])
 
@@ -87,6 +92,12 @@ class Archive:
         """Waits for a background job of this rank."""
         if self.job is not None and self.job.thread is not None:
             self.job.thread.join()
+
+    def close(self) -> None:
+        """Waits for a background job of this rank, and tells if it failed."""
+        self.wait()
+        if self.job is not None and self.job.problem is not None:
+            self._warn(_FAILED, self.job.step, self.job.problem)
 
     def _run(self, job: Job) -> None:
         try:
@@ -104,15 +115,14 @@ class Archive:
         """Writes down on the first rank what has become clean; what that makes dispensable goes only afterwards."""
         self._unwritten += clean
         self._surplus += self.catalogue.surplus() if clean else []
-        if self._unwritten and self._is_first and not self._write_down():
-            return
-        for entry in self._surplus:
-            self._remove(entry.step)
-        self._unwritten, self._surplus = [], []
+        if self._unwritten and (not self._is_first or self._write_down()):
+            for entry in self._surplus:
+                self._remove(entry.step)
+            self._unwritten, self._surplus = [], []
 
     def _write_down(self) -> bool:
         """Whether all manifests tell what is clean; else it is tried again after the next healthy step."""
-        for entry in self._unwritten:
+        for entry in list(self._unwritten):
             path = self.path(entry.step)
             try:
                 replace(Manifest.read(path), state="clean").write(path)
@@ -120,8 +130,9 @@ class Archive:
                 if not self._has_warned:
                     self._warn("the checkpoint of step %d could not be marked clean: %s", entry.step, error)
                 self._has_warned = path.exists()
-                if self._has_warned:
-                    return False
+                if not path.exists():  # removed by hand: what it was to replace stays
+                    self._unwritten.remove(entry)
+                return False
         self._has_warned = False
         return True
 
@@ -132,33 +143,49 @@ class Archive:
         for entry in self.catalogue.abandon_newer_than(step):
             self._remove(entry.step)
 
-    def _remove(self, step: int) -> None:
-        if self._is_first:
-            try:
-                shutil.rmtree(self.path(step))
-            except OSError as error:
-                self._warn("the checkpoint of step %d could not be removed: %s", step, error)
-
     def begin(self, step: int) -> None:
         """The user has put a state in place, reached at ``step``; no rollback goes back beyond that.
 
         Raises:
-            ConfigurationError: on all ranks, if there are checkpoints of later steps: they are of another run.
+            ConfigurationError: on all ranks, if there are checkpoints of later steps, and they are of another run.
         """
-        if self.catalogue.newest > step:
+        if self.catalogue.newest > step and not self._is_own:
             raise ConfigurationError(
                 f"{self.directory} holds a checkpoint of step {self.catalogue.newest}, and this run is at step {step}; "
                 "call resume() before the first step to go on from it, or choose another directory"
             )
+        self._leave_behind(step)
         if step != self._resumed_at:
             self.catalogue.put_out_of_reach()
+            if self.job is not None:
+                self.job.outdated = True
 
     def resumed(self, step: int) -> None:
         """The run goes on from the checkpoint of ``step``, or from 0 without any; what was newer is given up."""
-        self._resumed_at = step
+        self._resumed_at, self._is_own = step, True
         self.catalogue.put_within_reach()
+        self._leave_behind(step)
+
+    def _leave_behind(self, step: int) -> None:
+        """Makes way for new checkpoints after ``step``: unproven ones go, others are put aside."""
         self.abandon_newer_than(step)
-        self.catalogue.drop_broken_newer_than(step)
+        for entry in self.catalogue.take_newer_than(step):
+            aside = self.directory / f"aside_{self.path(entry.step).name}_{uuid4().hex[:6]}"
+            self._warn(
+                "the checkpoint of step %d is put aside, as the run goes on from %d: %s", entry.step, step, aside
+            )
+            self._on_first(partial(self.path(entry.step).rename, aside))
+
+    def _remove(self, step: int) -> None:
+        self._on_first(lambda: shutil.rmtree(self.path(step)))
+
+    def _on_first(self, work: Callable[[], object]) -> None:
+        """Does it on the first rank, where a failure is a warning."""
+        if self._is_first:
+            try:
+                work()
+            except OSError as error:
+                self._warn("a checkpoint could not be removed: %s", error)
 
     # Finding ------------------------------------------------------------------------------------------------------
 
@@ -210,8 +237,8 @@ class Archive:
         except CheckpointError as error:
             raise ConfigurationError(f"CheckpointPolicy.directory: {error}") from error
         finally:
-            if self._is_first:
-                mark.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                mark.unlink()
         blind = [rank for rank, sees in zip(self.peers.ranks, seen, strict=True) if not sees]
         if blind:
             raise ConfigurationError(

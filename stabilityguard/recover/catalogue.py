@@ -111,9 +111,9 @@ class Catalogue:
         for entry in self.entries:
             entry.reachable = True
 
-    def drop_broken_newer_than(self, step: int) -> None:
-        """Forgets those, which stay on disk until a new one of their step comes."""
-        self.entries = [entry for entry in self.entries if entry.step <= step or not entry.broken]
+    def take_newer_than(self, step: int) -> list[Entry]:
+        """Takes out all that are newer."""
+        return self._take([entry for entry in self.entries if entry.step > step])
 
     def _take(self, entries: list[Entry]) -> list[Entry]:
         self.entries = [entry for entry in self.entries if entry not in entries]

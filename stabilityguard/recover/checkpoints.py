@@ -62,6 +62,8 @@ class Checkpoints:
             SystemExit: with the code 143.
         """
         if self._disk is not None and self._disk.is_stopping:
+            assert self._stop is not None
+            self._stop.has_come = False
             self._disk.write()
             raise SystemExit(EXIT_CODE)
 
@@ -76,8 +78,12 @@ class Checkpoints:
             self._disk.write()
 
     def close(self) -> None:
-        """Waits for what is being written in the background, and listens no more to the operating system."""
+        """Waits for what is being written in the background, and listens no more to the operating system.
+
+        A request to stop that came too late to be heeded then ends the process, as it would have without a guard.
+        """
+        if self.archive is not None:
+            self.archive.close()
         if self._stop is not None:
             self._stop.close()
-        if self.archive is not None:
-            self.archive.wait()
+            self._stop.pass_on()

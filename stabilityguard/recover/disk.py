@@ -85,6 +85,12 @@ class Disk:
         self._draft = Draft(step=step, at_end=self._state.small(), guard=guard(), stopped=stop)
         self._since = 0
 
+    def begin(self, step: int) -> None:
+        """The user has put a state in place; what was copied of the former one is given up. See ``Archive.begin``."""
+        self.archive.begin(step)
+        if not self.is_stopping:
+            self._draft = None
+
     def next_step_begins(self) -> None:
         """Takes note of what the user's lines after ``step()`` have changed."""
         if self._draft is not None and self._draft.at_next is None:
@@ -153,7 +159,8 @@ class Disk:
             "guard": draft.guard,
             "optimizer": self._state.optimizer_name,
         }
-        return Contents(tensors=tensors, portions=portions, objects={("ranks", rank, "objects"): told})
+        objects: dict[tuple[str, ...], Any] = {("ranks", rank, "objects"): told}
+        return Contents(tensors=tensors, portions=portions, objects=objects, aliases=self._layout.aliases)
 
     def _read(self, path: Path, manifest: Manifest) -> Loaded:
         whole, same_ranks = read_shapes(path), manifest.world_size == len(self.archive.peers)
@@ -165,8 +172,13 @@ class Disk:
             portions.extend(self._own(of_place, whole) if same_ranks else of_place)
 
         for place, tensor in self._state.tensors().items():
-            if place[0] != "optimizer":
+            if place[0] == "parameter":
                 want(place, tensor.shape, tensor.dtype, self._layout.portions(place, tensor.shape))
+            elif place[0] == "buffer":  # a forward may have put one of another shape in its place
+                shape, dtype = whole.get(
+                    self._layout.portions(place, tensor.shape)[0].name, (tensor.shape, tensor.dtype)
+                )
+                want(place, shape, dtype, self._layout.portions(place, shape))
         shapes = {name: shape for name, (shape, _) in whole.items()}
         for index in self._state.owned:
             for place, shape, of_place in self._layout.find(index, shapes, own=same_ranks):

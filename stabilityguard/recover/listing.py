@@ -38,7 +38,7 @@ def _row(path: Path, manifest: Manifest | CheckpointError, *, verify: bool) -> t
 
 def _size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"

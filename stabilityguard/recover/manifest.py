@@ -128,7 +128,10 @@ def find(directory: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
     for path in sorted(directory.glob("step_*"), key=lambda path: path.name):
         if path.is_dir() and path.name.removeprefix("step_").isdigit():
             try:
-                yield path, Manifest.read(path)
+                manifest = Manifest.read(path)
+                if manifest.step != step_of(path):
+                    raise CheckpointError(f"{path / NAME} is of step {manifest.step!r}, which is not the directory's")
+                yield path, manifest
             except CheckpointError as error:
                 yield path, error
 

@@ -98,7 +98,7 @@ class Recovery:
             self._ring.clear()
             self._ring.take(step, live, self._state.small(), memory(), proven=True)
         if self.disk is not None:
-            self.disk.archive.begin(step)
+            self.disk.begin(step)
 
     def step_begins(self) -> None:
         """Takes the buffers, before a step's first forward, for what a skip of the step goes back to."""
@@ -193,6 +193,7 @@ class Recovery:
         while (entry := catalogue.resumable()) is not None:
             loaded = self.disk.restore(entry, resuming=True)
             if loaded is not None:
+                self.disk.abandon_newer_than(entry.step)
                 self.disk.archive.resumed(entry.step)
                 return loaded
         if any(entry.broken for entry in catalogue.entries):

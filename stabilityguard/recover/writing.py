@@ -35,6 +35,9 @@ class Job:
     abandoned: bool = False
     """Whether its future was given up while it was written."""
 
+    outdated: bool = False
+    """Whether the user has put another state in place since, so that no rollback may use it."""
+
     thread: threading.Thread | None = None
 
     @property
@@ -90,8 +93,8 @@ def _publish(job: Job, path: Path, files: Mapping[str, FileEntry], elements: int
         files={**files, **metadata},
     ).write(path)
     target = path_of(path.parent, job.step)
-    if target.exists():  # broken, or of a future that was given up: else the run would have gone on from it
-        shutil.rmtree(target)
+    if target.exists():
+        raise CheckpointError(f"{target} exists; is another run, or a second guard, writing into this directory?")
     path.rename(target)
     sync_directory(path.parent)
 
