@@ -33,7 +33,7 @@ class Archive:
 
     Args:
         policy: where, when and how.
-        peers: the ranks, over a group that nothing else uses: a background thread speaks over it.
+        peers: the ranks. Background threads speak over a group of their own, made by a collective call.
 
     Raises:
         ConfigurationError: the directory cannot be written to, or the ranks do not share it.
@@ -41,6 +41,7 @@ class Archive:
 
     def __init__(self, policy: CheckpointPolicy, peers: Peers) -> None:
         self.policy, self.peers = policy, peers
+        self._writers = peers.apart() if policy.asynchronous else peers
         self.directory = Path(policy.directory).absolute()
         self.job: Job | None = None
         self._is_first = peers.place == 0
@@ -60,11 +61,13 @@ class Archive:
         assert self.job is None
         job = Job(step, make, stopped)
         if self.policy.asynchronous and not stopped:
-            job.thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint of step {step}")
+            job.thread = threading.Thread(
+                target=self._run, args=(job, self._writers), name=f"checkpoint of step {step}"
+            )
             job.thread.start()
             self.job = job
         else:
-            self._run(job)
+            self._run(job, self.peers)
             self._close(job, succeeded=job.problem is None)
 
     def settle(self, *, succeeded: bool) -> None:
@@ -99,9 +102,9 @@ class Archive:
         if self.job is not None and self.job.problem is not None:
             self._warn(_FAILED, self.job.step, self.job.problem)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, peers: Peers) -> None:
         try:
-            write_checkpoint(job, self.directory, self.peers)
+            write_checkpoint(job, self.directory, peers)
         except Exception as error:  # the group's own errors included: the next all-reduce meets a lost rank, too
             job.problem = str(error)
 
@@ -232,7 +235,7 @@ class Archive:
             return mark.name
 
         try:
-            name = together(self.peers, f"making {self.directory}", put)[0]
+            name = together(self.peers, f"making {self.policy.directory}", put)[0]
             seen = together(self.peers, "looking for the mark", (self.directory / name).exists)
         except CheckpointError as error:
             raise ConfigurationError(f"CheckpointPolicy.directory: {error}") from error
@@ -242,7 +245,7 @@ class Archive:
         blind = [rank for rank, sees in zip(self.peers.ranks, seen, strict=True) if not sees]
         if blind:
             raise ConfigurationError(
-                f"CheckpointPolicy.directory {str(self.directory)!r} of ranks {blind} is not that of rank "
+                f"CheckpointPolicy.directory {self.policy.directory!r} of ranks {blind} is not that of rank "
                 f"{self.peers.ranks[0]}; checkpoints need a directory that all ranks share"
             )
 

@@ -29,7 +29,7 @@ class Checkpoints:
         if policy is not None:
             from stabilityguard.recover.archive import Archive  # noqa: PLC0415 (DCP takes a second to import)
 
-            self.archive = Archive(policy, peers.apart())
+            self.archive = Archive(policy, peers)
             self._stop = StopRequest()
 
     def follow(self, disk: Disk | None) -> None:

@@ -27,10 +27,10 @@ class Draft:
     """A checkpoint whose tensors are copied, and which waits for the lines that follow the user's ``step()``."""
 
     step: int
-    at_end: SmallState
+    at_end: SmallState | Exception
     """As ``step()`` ended: a rollback goes back to this, and the user's next lines then run once more."""
 
-    at_next: SmallState | None = None
+    at_next: SmallState | Exception | None = None
     """As the next step began: a new run goes on from this, as those lines have run already."""
 
     guard: dict[str, Any]
@@ -82,7 +82,7 @@ class Disk:
             self._since = 0
             return
         self._copy.take(self._state.tensors())
-        self._draft = Draft(step=step, at_end=self._state.small(), guard=guard(), stopped=stop)
+        self._draft = Draft(step=step, at_end=self._small(), guard=guard(), stopped=stop)
         self._since = 0
 
     def begin(self, step: int) -> None:
@@ -94,7 +94,14 @@ class Disk:
     def next_step_begins(self) -> None:
         """Takes note of what the user's lines after ``step()`` have changed."""
         if self._draft is not None and self._draft.at_next is None:
-            self._draft.at_next = self._state.small()
+            self._draft.at_next = self._small()
+
+    def _small(self) -> SmallState | Exception:
+        """The small state, or what went wrong on this rank alone: the others have to be told when it is written."""
+        try:
+            return self._state.small()
+        except Exception as error:
+            return error
 
     def write(self) -> None:
         """Writes the draft, if there is one. Collective calls; a background job is only started."""
@@ -147,7 +154,6 @@ class Disk:
     # Contents -----------------------------------------------------------------------------------------------------
 
     def _contents(self, draft: Draft) -> Contents:
-        assert draft.at_next is not None
         self._copy.wait()
         if self._copy.is_torn:
             raise CheckpointError("parameters were written to while they were copied")
@@ -202,7 +208,7 @@ class Disk:
         if (optimizer := objects[0]["optimizer"]) != self._state.optimizer_name:
             raise CheckpointError(f"it was written with {optimizer}, but the optimizer is {self._state.optimizer_name}")
         states = {when: [self._by_parameter(told[when]) for told in objects] for when in ("at_end", "at_next")}
-        merged = {when: replace(of[0], optimizer=_merged(of)) for when, of in states.items()}
+        merged = {when: replace(of[0], optimizer=self._merged(of)) for when, of in states.items()}
         if not same_ranks:  # nobody's random numbers go on
             merged = {when: replace(small, generators=read_generators()) for when, small in merged.items()}
         at_end = merged["at_end"]
@@ -210,9 +216,17 @@ class Disk:
         at_next = replace(merged["at_next"], tracked=tracked, generators=at_end.generators)
         return Loaded(tensors=tensors, at_end=at_end, at_next=at_next, guard=objects[0]["guard"])
 
+    def _merged(self, states: list[SmallState]) -> dict[Any, Any]:
+        """What the optimizer keeps, by parameters in their order: the same on all ranks, as torch gathers by it."""
+        found = {key: entries for small in reversed(states) for key, entries in small.optimizer.items()}
+        first = [parameter for parameter in self._state.parameters if parameter in found]
+        return {key: found[key] for key in dict.fromkeys([*first, *found])}
+
     # Small state, with names in place of parameters -----------------------------------------------------------------
 
-    def _by_name(self, small: SmallState) -> dict[str, Any]:
+    def _by_name(self, small: SmallState | Exception | None) -> dict[str, Any]:
+        if not isinstance(small, SmallState):
+            raise CheckpointError(f"a tracked object cannot be copied: {small}") from small
         of_index, others = self._state.by_index(small.optimizer)
         return {
             "groups": [
@@ -233,7 +247,8 @@ class Disk:
         if missing := sorted(self._state.tracked.keys() - told["tracked"].keys()):
             raise CheckpointError(f"it holds no state of {missing[0]!r}, which track names")
         known = {self._layout.names(index)[0]: self._state.parameters[index] for index in self._state.owned}
-        optimizer = {known[name]: entries for name, entries in told["optimizer"].items() if name in known}
+        saved_entries = told["optimizer"]
+        optimizer = {known[name]: saved_entries[name] for name in known if name in saved_entries}
         return SmallState(
             groups=[group["settings"] for group in told["groups"]],
             optimizer={**optimizer, **told["others"]},
@@ -243,10 +258,6 @@ class Disk:
 
     def _names(self, indices: list[int]) -> list[str]:
         return [name for index in indices for name in self._layout.names(index)]
-
-
-def _merged(states: list[SmallState]) -> dict[Any, Any]:
-    return {key: entries for small in reversed(states) for key, entries in small.optimizer.items()}
 
 
 def _difference(saved: list[list[str]], names: list[list[str]]) -> str:

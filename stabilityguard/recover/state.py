@@ -99,14 +99,13 @@ class TrainingState:
 
     @property
     def optimizer_name(self) -> str:
-        """Name of the optimizer's class."""
-        return type(self._optimizer).__name__
+        """Name of the class that updates, which is not that of a wrapper."""
+        return type(self._inner).__name__
 
     @property
     def owned(self) -> list[int]:
         """Indices of the parameters whose optimizer state is kept here: all, but under ZeroRedundancyOptimizer."""
-        groups = getattr(vars(self._optimizer).get("optim"), "param_groups", self._optimizer.param_groups)
-        here = {parameter for group in groups for parameter in group["params"]}
+        here = {parameter for group in self._inner.param_groups for parameter in group["params"]}
         return [i for i, parameter in enumerate(self.parameters) if parameter in here]
 
     @property
@@ -180,10 +179,14 @@ class TrainingState:
         return {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
 
     @property
-    def _entries_by_owner(self) -> Any:
-        """The optimizer's state; ZeroRedundancyOptimizer keeps that of its own parameters in one that it wraps."""
+    def _inner(self) -> Optimizer:
+        """ZeroRedundancyOptimizer keeps the state of this rank's own parameters in one that it wraps."""
         inner = vars(self._optimizer).get("optim")
-        return inner.state if isinstance(inner, Optimizer) else self._optimizer.state
+        return inner if isinstance(inner, Optimizer) else self._optimizer
+
+    @property
+    def _entries_by_owner(self) -> Any:
+        return self._inner.state
 
     def _entries(self, parameter: nn.Parameter) -> dict[str, Any]:
         entries = self._entries_by_owner.get(parameter)
