@@ -21,6 +21,21 @@ def code_blocks():
     return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
+def test_the_loop_of_the_manual_of_checkpoints_runs_as_printed_and_goes_on():
+    manual = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    loop = re.search(r"```python\n(.*?)```", manual, flags=re.DOTALL).group(1)
+    loop = loop.replace("every=1000", "every=4").replace("asynchronous=True", "asynchronous=False")
+    starts = []
+    for steps in (20, 40):
+        model = Net()
+        base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        names = {"model": model, "batch_number": batch, "steps": steps, "AdamW": lambda *_, base=base, **__: base}
+        exec(loop, names | {"scheduler": torch.optim.lr_scheduler.LambdaLR(base, lambda step: 0.9**step)}, names)
+        starts.append(names["start"])
+    assert starts[0] == 0
+    assert starts[1] > 0
+
+
 def test_the_line_for_many_gpus_runs_as_printed():
     def job(rank):
         names = {"model": Net(), "fully_shard": fully_shard, "AdamW": torch.optim.AdamW}
@@ -45,7 +60,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     model = Model()
     names = {"model": model, "dataloader": [torch.randn(8, 4) for _ in range(60)]}
     names["ema_model"] = torch.optim.swa_utils.AveragedModel(model)
-    first, _, second, third = code_blocks()
+    first, _, third, second = code_blocks()
     exec(first, names)
     assert names["optimizer"].last_record.step == 60
     assert "step 50 |" in capsys.readouterr().out
@@ -54,6 +69,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     names["optimizer"].close()
     names |= {"model": model, "scheduler": torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0)}
     exec(third, names)
+    assert names["start"] == 0
     names["optimizer"].close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError, ConfigurationError
 from stabilityguard.recover.catalogue import Catalogue, Entry
 from stabilityguard.recover.manifest import Manifest, find, path_of, step_of
-from stabilityguard.recover.writing import Job, write_checkpoint
+from stabilityguard.recover.writing import Job, remove, write_checkpoint
 
 log = logging.getLogger("stabilityguard")
 
@@ -125,18 +124,19 @@ class Archive:
 
     def _write_down(self) -> bool:
         """Whether all manifests tell what is clean; else it is tried again after the next healthy step."""
-        for entry in list(self._unwritten):
-            path = self.path(entry.step)
-            try:
-                replace(Manifest.read(path), state="clean").write(path)
-            except (OSError, CheckpointError) as error:
-                if not self._has_warned:
-                    self._warn("the checkpoint of step %d could not be marked clean: %s", entry.step, error)
-                self._has_warned = path.exists()
-                if not path.exists():  # removed by hand: what it was to replace stays
-                    self._unwritten.remove(entry)
-                return False
-        self._has_warned = False
+        failed = [entry for entry in self._unwritten if not self._mark_clean(entry)]
+        self._unwritten = [entry for entry in failed if self.path(entry.step).exists()]
+        self._has_warned = bool(self._unwritten)
+        return not failed  # what one removed by hand was to replace stays
+
+    def _mark_clean(self, entry: Entry) -> bool:
+        path = self.path(entry.step)
+        try:
+            replace(Manifest.read(path), state="clean").write(path)
+        except (OSError, CheckpointError) as error:
+            if not self._has_warned:
+                self._warn("the checkpoint of step %d could not be marked clean: %s", entry.step, error)
+            return False
         return True
 
     def abandon_newer_than(self, step: int) -> None:
@@ -180,7 +180,7 @@ class Archive:
             self._on_first(partial(self.path(entry.step).rename, aside))
 
     def _remove(self, step: int) -> None:
-        self._on_first(lambda: shutil.rmtree(self.path(step)))
+        self._on_first(lambda: remove(self.path(step)))
 
     def _on_first(self, work: Callable[[], object]) -> None:
         """Does it on the first rank, where a failure is a warning."""

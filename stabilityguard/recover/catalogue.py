@@ -86,7 +86,8 @@ class Catalogue:
         return self._promote()
 
     def _promote(self) -> list[Entry]:
-        proven = [e for e in self.entries if not e.clean and e.reachable and e.healthy_steps >= self.quarantine]
+        on_probation = [e for e in self.entries if e.reachable and not (e.clean or e.broken)]
+        proven = [entry for entry in on_probation if entry.healthy_steps >= self.quarantine]
         for entry in proven:
             entry.clean = True
         return proven

@@ -73,9 +73,20 @@ def _make_directory(directory: Path, peers: Peers) -> str:
         return ""
     for left_over in directory.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left_over, ignore_errors=True)
-    path = directory / f"{UNFINISHED}{uuid4().hex[:12]}"
+    path = _unfinished(directory)
     path.mkdir(parents=True)
     return str(path)
+
+
+def _unfinished(directory: Path) -> Path:
+    return directory / f"{UNFINISHED}{uuid4().hex[:12]}"
+
+
+def remove(path: Path) -> None:
+    """Takes a checkpoint's name away first, so that one whose removal is cut short is none."""
+    doomed = _unfinished(path.parent)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _publish(job: Job, path: Path, files: Mapping[str, FileEntry], elements: int, peers: Peers) -> None:

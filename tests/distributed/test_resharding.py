@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from stabilityguard import CheckpointPolicy, GuardedOptimizer
 from tests.distributed import wrapped
@@ -83,19 +82,12 @@ def _of_zero_redundancy(model, base):
     return {name: entries for of_rank in of_ranks for name, entries in of_rank.items()}, groups
 
 
-def ranks_with_the_same_rows(model, ranks):
-    """As many as tensor parallel splits a layer over."""
-    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    named = [mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())]
-    is_split_alone = meshes and not isinstance(model, FSDPModule)
-    return named[0] if named else ranks if is_split_alone else 1
-
-
-def step(rank, ranks, model, guarded, scheduler, number):
+def step(rank, ranks, name, of_rank, number):
+    model, _, guarded, scheduler = of_rank
+    alike = {"tensor parallel": ranks, "fsdp2 x tensor parallel": 2}.get(name, 1)
     guarded.zero_grad()
-    alike = ranks_with_the_same_rows(model, ranks)
-    dtype = next(model.parameters()).dtype
-    model(wrapped.rows(number, rank // alike, ranks // alike).to(dtype)).backward()
+    rows = wrapped.rows(number, rank // alike, ranks // alike)
+    model(rows.to(next(model.parameters()).dtype)).backward()
     guarded.step()
     scheduler.step()
 

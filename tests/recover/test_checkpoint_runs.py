@@ -160,6 +160,16 @@ def a_full_disk(size=600):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@contextlib.contextmanager
+def hearing_interrupts():
+    """SIGINT raises KeyboardInterrupt, also in a background job of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 # What lies in the directory -------------------------------------------------------------------------------------------
 
 
@@ -949,7 +959,7 @@ def test_what_does_not_pickle_causes_a_warning(directory, caplog):
 def test_an_interrupt_while_writing_leaves_the_last_one_good_and_the_run_usable(directory):
     interrupt = Deadly(at=6, does=lambda: os.kill(os.getpid(), signal.SIGINT))
     run = rolling(directory, track={"odd": interrupt})
-    with pytest.raises(KeyboardInterrupt):
+    with hearing_interrupts(), pytest.raises(KeyboardInterrupt):
         run.to(9)
     assert run.done == 6
     interrupt.at = 1000
