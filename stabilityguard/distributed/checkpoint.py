@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,9 +149,11 @@ def _checksum(box: Box, portion: Portion, contents: Contents) -> int:
 
 
 def own_portion(portion: Portion, rank: int) -> Portion:
-    """The same under a name that no other rank has."""
+    """The same elements, side by side, under a name that no other rank has."""
     path = ("ranks", str(rank), *portion.path)
-    return replace(portion, name=".".join(path), path=path)
+    ends = [0, *accumulate(box.numel for box in portion.boxes)]
+    boxes = tuple(Box((end,), (b.numel,), b.start) for end, b in zip(ends, portion.boxes, strict=False))
+    return replace(portion, name=".".join(path), path=path, shape=(ends[-1],), boxes=boxes)
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -124,10 +124,9 @@ class Layout:
         Those under this rank's ``own`` names, too, if told so.
         """
         part, local = self._parts[index][0], self.shape(index)
-        found = {e: whole[".".join(_entry_path(part, e))] for e in _entries(part, whole, "optimizer")}
-        if own:
-            room = f"ranks.{self._rank}.optimizer"
-            found |= {e: whole[f"{room}.state.{part.name}.{e}"] for e in _entries(part, whole, room)}
+        room = f"ranks.{self._rank}.optimizer"
+        found = {e: whole[f"{room}.state.{part.name}.{e}"] for e in _entries(part, whole, room)} if own else {}
+        found |= {e: whole[".".join(_entry_path(part, e))] for e in _entries(part, whole, "optimizer")}
         for entry, shape in found.items():
             place: Place = ("optimizer", index, entry)
             on_rank = local if shape == part.shape else shape

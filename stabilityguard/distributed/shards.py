@@ -113,12 +113,12 @@ def find_shards(model: nn.Module, parameters: Iterable[Tensor], shard_of: ShardO
 
 def tied_names(model: nn.Module, shards: Iterable[Shard]) -> dict[str, str]:
     """Further names of parameters that several modules own, with the name of their shard."""
-    kept = {shard.parameter: shard.qualified_name for shard in shards}
+    kept = {shard.parameter: shard.qualified_name for shard in shards if shard.trigger is None}
     names = [
         (qualified(layer, key), kept[parameter])
         for layer, module in named_layers(model)
         for key, parameter in module._parameters.items()
-        if parameter is not None and parameter in kept and "_handle" not in module.__dict__
+        if parameter is not None and parameter in kept
     ]
     return {name: first for name, first in names if name != first}
 

@@ -186,12 +186,16 @@ class Disk:
                 )
                 want(place, shape, dtype, self._layout.portions(place, shape))
         shapes = {name: shape for name, (shape, _) in whole.items()}
-        for index in self._state.owned:
-            for place, shape, of_place in self._layout.find(index, shapes, own=same_ranks):
-                names = [of_place[0].name, own_portion(of_place[0], self.archive.peers.place).name]
-                want(place, shape, next(whole[name][1] for name in names if name in whole), of_place)
         names = [f"ranks.{rank}.objects" for rank in self._ranks_to_read(manifest.world_size)]
-        objects = read(path, tensors, portions, names)
+        objects = read(path, {}, [], names)
+        had_state = objects[names[0]]["at_end"]["optimizer"]
+        for index in self._state.owned:
+            if same_ranks and self._layout.names(index)[0] not in had_state:
+                continue  # others have used this parameter, this rank has not
+            for place, shape, of_place in self._layout.find(index, shapes, own=same_ranks):
+                known_as = [of_place[0].name, own_portion(of_place[0], self.archive.peers.place).name]
+                want(place, shape, next(whole[name][1] for name in known_as if name in whole), of_place)
+        read(path, tensors, portions, ())
         return self._assemble(tensors, [objects[name] for name in names], same_ranks=same_ranks)
 
     def _own(self, portions: list[Portion], whole: Mapping[str, Any]) -> list[Portion]:
