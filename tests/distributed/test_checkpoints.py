@@ -450,7 +450,7 @@ def test_the_moments_of_the_layer_that_tripped_start_anew_everywhere(mode, tmp_p
 
 def entries_of(trainer):
     state = vars(trainer.base)["optim"].state if "optim" in vars(trainer.base) else trainer.base.state
-    prefixes = ("module.", "_fsdp_wrapped_module.")
+    prefixes = ("_fsdp_wrapped_module.", "module.")
     found = {}
     for name, parameter in trainer.model.named_parameters():
         for prefix in prefixes:
@@ -537,7 +537,7 @@ def steps_until_stopped(trainer, last, *, at, bad=(), waits=True):
 
 
 @pytest.mark.parametrize("case", ["while training", "in a rollback", "while one is written", "at a checkpoint"])
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "zero redundancy"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_all_ranks_leave_after_the_same_step_and_go_on_from_there(mode, case, tmp_path):
     ranks, wrap, optimizer = MODES[mode]
     at = {"while training": 5, "in a rollback": 5, "while one is written": 4, "at a checkpoint": 6}[case]
