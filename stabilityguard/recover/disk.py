@@ -164,6 +164,7 @@ class Disk:
             "at_next": self._by_name(draft.at_next),
             "guard": draft.guard,
             "optimizer": self._state.optimizer_name,
+            "parameters": [self._layout.names(index)[0] for index in self._state.owned],
         }
         objects: dict[tuple[str, ...], Any] = {("ranks", rank, "objects"): told}
         return Contents(tensors=tensors, portions=portions, objects=objects, aliases=self._layout.aliases)
@@ -188,9 +189,10 @@ class Disk:
         shapes = {name: shape for name, (shape, _) in whole.items()}
         names = [f"ranks.{rank}.objects" for rank in self._ranks_to_read(manifest.world_size)]
         objects = read(path, {}, [], names)
-        had_state = objects[names[0]]["at_end"]["optimizer"]
+        told = objects[names[0]]
+        unused = set(told["parameters"]) - told["at_end"]["optimizer"].keys() if same_ranks else set()
         for index in self._state.owned:
-            if same_ranks and self._layout.names(index)[0] not in had_state:
+            if self._layout.names(index)[0] in unused:
                 continue  # others have used this parameter, this rank has not
             for place, shape, of_place in self._layout.find(index, shapes, own=same_ranks):
                 known_as = [of_place[0].name, own_portion(of_place[0], self.archive.peers.place).name]
