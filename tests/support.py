@@ -20,6 +20,18 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.body(x))).square().mean()
 
 
+class Growing(Net):
+    """A buffer that grows with every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
+        return super().forward(x)
+
+
 class NormNet(Net):
     """The same with BatchNorm in the middle."""
 

@@ -33,7 +33,7 @@ from stabilityguard import (
 from stabilityguard.cli import main
 from stabilityguard.recover.manifest import find
 from tests.recover.test_rollback import OPTIMIZERS, NoisyNet
-from tests.support import Net, NormNet, assert_same, batch, guard, snapshot
+from tests.support import Growing, Net, NormNet, assert_same, batch, guard, snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -499,18 +499,6 @@ def test_parameters_without_elements_go_on(directory):
     second = Run(directory, make=WithNothing, seed=99)
     assert second.resumed() == 3
     assert_same(second.to(7).state(), Run(make=WithNothing).to(7).state())
-
-
-class Growing(Net):
-    """A buffer that grows with every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
-        return super().forward(x)
 
 
 def test_a_buffer_that_changes_its_shape_goes_on(directory):

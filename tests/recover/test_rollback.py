@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from stabilityguard import Budget, ConfigurationError, GradientSpikeError, SnapshotPolicy
-from tests.support import Net, NormNet, assert_same, batch, guard, snapshot, train
+from tests.support import Growing, Net, NormNet, assert_same, batch, guard, snapshot, train
 
 OFTEN = SnapshotPolicy(every=1, keep=3, quarantine=0)
 
@@ -318,15 +318,6 @@ def test_complex_empty_and_half_precision_parameters_survive_a_rollback():
 
 
 def test_a_buffer_that_changes_its_shape_is_rolled_back():
-    class Growing(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
-
-        def forward(self, x):
-            self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
-            return super().forward(x)
-
     model = Growing()
     optimizer = rolling(model, snapshots=SnapshotPolicy(every=50))
     bad_step(model, optimizer)
