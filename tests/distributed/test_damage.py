@@ -1,11 +1,13 @@
 """Checkpoints over ranks when something breaks on one of them: all ranks see the same, and nothing live is touched."""
 
+import contextlib
 import copy
 import json
 import logging
 import os
 import resource
 import shutil
+import subprocess
 import threading
 
 import pytest
@@ -155,6 +157,49 @@ def test_a_disk_that_is_full_for_one_rank_costs_one_checkpoint_and_one_warning(f
     assert names(tmp_path) == step_names(4, 6, 8)
     for state, expected in zip((first, second), run(RANKS, without), strict=True):
         assert_same(state, expected)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own that holds 4 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_training_goes_on_while_the_disk_is_full_and_checkpoints_once_it_is_not(asynchronous, small_disk):
+    def job(rank):
+        trainer = Trainer(rank, small_disk, asynchronous=asynchronous)
+        trainer.steps([1, 2, 3, 4])
+        together(trainer)
+        filler = small_disk / f"filler_{rank}"
+        _fill(filler)
+        records = together(trainer).steps([5, 6, 7])
+        filler.unlink()
+        together(trainer)
+        seen, bad = names(small_disk), together(trainer).step(8, bad=True)
+        records += trainer.steps([9, 10, 11])
+        return trainer.warnings, seen, [record.action for record in records], (bad.action, bad.restored_step)
+
+    (warnings, seen, actions, restored), (silence, *others) = run(RANKS, job)
+    failed = [warning.partition(" failed")[0] for warning in warnings]
+    assert failed == ["the checkpoint of step 4", "the checkpoint of step 6"]
+    assert all("No space left" in warning for warning in warnings)
+    assert silence == []
+    assert [seen, actions, restored] == others == [step_names(2), ["step"] * 6, ("rollback", 2)]
+    assert names(small_disk) == step_names(2, 10)
+
+
+def _fill(path):
+    """With zeros, until there is no room left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
