@@ -10,8 +10,10 @@ from typing import Any
 from stabilityguard.case import Case, Outcome
 from stabilityguard.config import GuardConfig
 from stabilityguard.distributed.peers import Peers
+from stabilityguard.report.console import Console
+from stabilityguard.report.journal import Journal
 from stabilityguard.report.records import SpikeReport, StepRecord
-from stabilityguard.report.sinks import Publisher
+from stabilityguard.report.sinks import Publisher, Sink
 from stabilityguard.report.spike import TRAJECTORY, describe_ranks, describe_spike, tripped_layers
 
 KEPT_REPORTS = 100
@@ -19,12 +21,15 @@ KEPT_REPORTS = 100
 
 
 class Chronicle:
-    """The newest records and reports of one guard."""
+    """The newest records and reports of one guard; of several ranks, the first tells for all, to ``sinks`` also."""
 
-    def __init__(self, publisher: Publisher, config: GuardConfig, peers: Peers) -> None:
+    def __init__(self, sinks: Sequence[Sink], config: GuardConfig, peers: Peers) -> None:
         self.records: deque[StepRecord] = deque(maxlen=TRAJECTORY)
         self.reports: deque[SpikeReport] = deque(maxlen=KEPT_REPORTS)
-        self._publisher, self._config, self._peers = publisher, config, peers
+        self._config, self._peers = config, peers
+        console = [Console(config.log_every)] if config.verbose else []
+        ours: list[Sink] = [Journal(config.log_dir), *console] if peers.place == 0 else []
+        self._publisher = Publisher([*ours, *sinks], is_silent=peers.place != 0)
 
     def report(
         self, case: Case, outcome: Outcome[Any], record: StepRecord, *, optimizer: str, groups: Sequence[dict[str, Any]]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from stabilityguard.case import BadEvaluation, Case, Outcome, make_error, make_record
 from stabilityguard.chronicle import Chronicle
@@ -17,68 +16,63 @@ from stabilityguard.detect.diagnosis import diagnose
 from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.consensus import Ballot
 from stabilityguard.distributed.join import JoinedRank
-from stabilityguard.distributed.layout import Layout
 from stabilityguard.distributed.peers import ALONE, Peers
-from stabilityguard.distributed.shards import ShardOf, tied_names
 from stabilityguard.errors import CheckpointError, StabilityGuardError
-from stabilityguard.groups import are_parameters_of, learning_rate, parameters_of
+from stabilityguard.groups import learning_rate
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
 from stabilityguard.measure.modules import leaves_gradients_to_the_end, reduces_in_groups
 from stabilityguard.measure.window import GradientWindow, LossScale, Sight
 from stabilityguard.memory import Memory
 from stabilityguard.recover.breaker import Breaker
+from stabilityguard.recover.buffers import owned_buffers
 from stabilityguard.recover.checkpoints import Checkpoints
 from stabilityguard.recover.recovery import Recovery
 from stabilityguard.recover.state import Resumed, Stateful, check_moments
 from stabilityguard.report.records import StepRecord
-from stabilityguard.report.sinks import Publisher
+from stabilityguard.report.sinks import Sink
 from stabilityguard.report.spike import hyperparameters
+from stabilityguard.subject import Subject
 
 T = TypeVar("T")
 
 
 class Guard:
-    """Stands between backward and the update of one optimizer.
+    """Stands between backward and the update.
 
     Args:
-        model: holds the optimizer's parameters; its training forwards are watched for batch and loss.
-        optimizer: the one that updates; the guard reads its gradients, hyperparameters and state.
+        subject: what it watches over.
         config: what was asked for.
         detector: judges the norms.
         tracked: objects that are saved and rewound with the model.
-        publisher: takes records and reports.
+        sinks: further consumers of records and reports.
         peers: the ranks that decide together.
-        shard_of: tells shards of plain tensors apart.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        subject: Subject,
         config: GuardConfig,
         detector: Detector,
         tracked: Mapping[str, Stateful],
-        publisher: Publisher,
+        sinks: Sequence[Sink],
         peers: Peers = ALONE,
-        shard_of: ShardOf | None = None,
     ) -> None:
         self.config = config
         self.peers = peers
         self.deliberation: Deliberation
-        self.chronicle = Chronicle(publisher, config, peers)
-        self._model, self._optimizer = model, optimizer
+        self.chronicle = Chronicle(sinks, config, peers)
+        self._subject = subject
         self._detector, self._tracked = detector, tracked
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
         self._had_joined = self._in_step = False
         self._veto: str | None = None
-        self._shard_of = shard_of
         check_settings(peers, config)
         table = self._count()  # refuses the wrong model before any hook is set
         check_moments(config.moments, table.shards)
         self._checkpoints = Checkpoints(config.checkpoints, peers)
-        self._forward = ForwardObserver(model, self._forward_begins)
-        self._joined_rank = JoinedRank(model, self.shadow_step) if len(peers) > 1 else None
+        self._forward = ForwardObserver(subject.model, self._forward_begins)
+        self._joined_rank = JoinedRank(subject.model, self.shadow_step) if len(peers) > 1 else None
         self._memory = Memory(detector, table.names)
         self._watch(table)
 
@@ -161,7 +155,7 @@ class Guard:
 
     def _settle(self, statistics: Statistics, update: Callable[[Statistics], T]) -> T | None:
         case = self._judge(statistics)
-        groups = hyperparameters(self._optimizer) if case.decision.is_trip else []  # a rollback changes them
+        groups = hyperparameters(self._subject.optimizer) if case.decision.is_trip else []  # a rollback changes them
         try:
             outcome = self._act(case, update)
         except CheckpointError as error:  # nothing was changed
@@ -171,7 +165,7 @@ class Guard:
         self._memory.note(record)
         report = None
         if case.decision.is_trip:
-            name = type(self._optimizer).__name__
+            name = type(self._subject.optimizer).__name__
             report = self.chronicle.report(case, outcome, record, optimizer=name, groups=groups)
         self._finish(record)
         if report is not None and record.action == "raise":
@@ -199,7 +193,7 @@ class Guard:
             verdict=verdict,
             diagnosis=diagnosis,
             decision=decision,
-            lr=learning_rate(self._optimizer),
+            lr=learning_rate(self._subject.optimizer),
         )
 
     def _act(self, case: Case, update: Callable[[Statistics], T]) -> Outcome[T]:
@@ -218,7 +212,7 @@ class Guard:
                 self._recovery.forget_moments(self.window.table.parameters_of(case.diagnosis.layer))
             outcome = Outcome(restored_step=step)
         if case.decision.action in ("skip", "rollback"):
-            self.window.reader.zero_()  # not removed: code that reads .grad after step() goes on working
+            self._subject.discard_gradients(self.window.reader, are_finite=not case.statistics.findings)
         self._memory.steps, self._memory.breaker = case.step, case.decision.state
         return outcome
 
@@ -251,22 +245,22 @@ class Guard:
         self.check_parameters()
 
     def check_parameters(self) -> None:
-        """Looks whether the optimizer's parameters are others; layers keep their history, snapshots are given up.
+        """Looks whether the parameters are others; layers keep their history, snapshots are given up.
 
         Peers have to take part in the count of layers, and do so in the coming step.
         """
-        self._is_counted = are_parameters_of(self._optimizer, self._parameters)
+        self._is_counted = self._subject.has_only(self._parameters)
         if not self._is_counted and len(self.peers) == 1:
             self._replace_table(self._count())
 
     def _count(self) -> LayerTable:
-        """The layers of the optimizer's parameters. A collective over the peers."""
-        return LayerTable.of(self._model, parameters_of(self._optimizer), self.peers, self._shard_of)
+        """The layers of the parameters. A collective over the peers."""
+        return LayerTable.of(self._subject.model, self._subject.shards, self.peers)
 
     def _replace_table(self, table: LayerTable) -> None:
         self.window.close()
         self._memory.follow(table.names)
-        self._watch(table, keeps_recovery=are_parameters_of(self._optimizer, self._parameters))
+        self._watch(table, keeps_recovery=self._subject.has_only(self._parameters))
 
     def close(self) -> None:
         """Removes every hook and closes the sinks."""
@@ -302,20 +296,26 @@ class Guard:
 
     def _watch(self, table: LayerTable, *, keeps_recovery: bool = False) -> None:
         """Starts to measure the parameters of ``table``, and to keep ways back for them."""
-        self._parameters = parameters_of(self._optimizer)
+        self._parameters = self._subject.parameters()
         self._is_counted = True
-        sees_own = len(self.peers) > 1 and leaves_gradients_to_the_end(self._model)
+        model = self._subject.model
         self.window = GradientWindow(
-            table, self._backward_ended, sees_own=sees_own, in_order=not reduces_in_groups(self._model)
+            table,
+            self._backward_ended,
+            sees_own=len(self.peers) > 1 and leaves_gradients_to_the_end(model),
+            in_order=not reduces_in_groups(model),
+            find=self._subject.find_gradients,
         )
         self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
         if keeps_recovery:
             return
-        layout = Layout(
-            self._parameters, table.shards, self._shard_of, self.peers.place, tied_names(self._model, table.shards)
-        )
+        slots = owned_buffers(model, self._parameters)
         self._recovery = Recovery(
-            self._model, self._optimizer, self._tracked, self.config, self._checkpoints.archive, layout
+            self._subject.state(slots, self._tracked),
+            slots,
+            self.config,
+            self._checkpoints.archive,
+            self._subject.layout(table.shards, self.peers.place),
         )
         self._checkpoints.follow(self._recovery.disk)
         self._begun = False

@@ -33,11 +33,10 @@ from stabilityguard.lazy_state import only_creates_state
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 from stabilityguard.recover.state import Resumed, check_tracked
-from stabilityguard.report.console import Console
-from stabilityguard.report.journal import Journal
 from stabilityguard.report.records import SpikeReport, StepRecord
-from stabilityguard.report.sinks import Publisher, Sink
+from stabilityguard.report.sinks import Sink
 from stabilityguard.scaling import LossScaling, has_overflowed
+from stabilityguard.subject import OptimizerSubject
 
 log = logging.getLogger("stabilityguard")
 
@@ -144,11 +143,9 @@ class GuardedOptimizer(Optimizer):
         tracked = check_tracked(parts["track"])
         if scaler is not None and scaler not in tracked.values():
             tracked["scaler"] = scaler
-        console = [Console(config.log_every)] if config.verbose else []
-        ours: list[Sink] = [Journal(config.log_dir), *console] if peers.place == 0 else []
-        publisher = Publisher([*ours, *sinks], is_silent=peers.place != 0)
-        detector, shard_of = make_detector(parts["detector"], config), parts["shard_of"]
-        self._guard = Guard(parts["model"], base, config, detector, tracked, publisher, peers, shard_of)
+        detector = make_detector(parts["detector"], config)
+        subject = OptimizerSubject(parts["model"], base, parts["shard_of"])
+        self._guard = Guard(subject, config, detector, tracked, sinks, peers)
         self.base_optimizer, self._parts = base, parts
         self._scaling = LossScaling(scaler)
         self._closed = False

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from stabilityguard import GuardedOptimizer
+from stabilityguard.distributed.shards import find_shards
+from stabilityguard.measure.layers import LayerTable
 
 
 class Net(nn.Module):
@@ -41,6 +43,10 @@ class NormNet(Net):
 
     def forward(self, x):
         return self.head(self.norm(torch.tanh(self.body(x)))).square().mean()
+
+
+def table_of(model, parameters):
+    return LayerTable.of(model, lambda: find_shards(model, parameters))
 
 
 def batch(step, rows=6, columns=4):

@@ -25,6 +25,7 @@ RANKS = [
         "stabilityguard.council",
         "stabilityguard.case",
         "stabilityguard.memory",
+        "stabilityguard.subject",
         "stabilityguard.chronicle",
         "stabilityguard.guard",
     },

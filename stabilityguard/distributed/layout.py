@@ -76,6 +76,9 @@ class Layout:
         shard_of: what tells apart parts of parameters that were split by hand.
         rank: this rank's place among its peers, for what no other rank can use.
         aliases: further names of tied parameters, with the names under which they are kept.
+        shapes: of what the optimizer keeps of each parameter on this rank; those of the parameters by default.
+        has_whole_parameters: whether every rank has the parameters themselves whole, though it keeps the optimizer's
+            tensors of ``shards`` alone.
     """
 
     def __init__(
@@ -85,21 +88,26 @@ class Layout:
         shard_of: ShardOf | None,
         rank: int,
         aliases: Mapping[str, str] | None = None,
+        shapes: Sequence[torch.Size] | None = None,
+        *,
+        has_whole_parameters: bool = False,
     ) -> None:
-        self._parameters, self._rank = parameters, rank
+        self._rank = rank
         self.aliases = {f"model.{alias}": f"model.{name}" for alias, name in (aliases or {}).items()}
         of_parameter: dict[Tensor, list[_Part]] = {parameter: [] for parameter in parameters}
         for shard in shards:
             of_parameter[shard.parameter].append(_part(shard, shard_of))
         self._parts = [of_parameter[parameter] for parameter in parameters]
+        self._shapes = [local_part(parameter).shape for parameter in parameters] if shapes is None else shapes
+        self._has_whole_parameters = has_whole_parameters
 
     def names(self, index: int) -> list[str]:
         """Names of the whole parameters of which parameter ``index`` holds parts: one, or all of a flat one."""
         return [part.name for part in self._parts[index]]
 
     def shape(self, index: int) -> torch.Size:
-        """Shape of parameter ``index`` on this rank."""
-        return local_part(self._parameters[index]).shape
+        """Shape of what the optimizer keeps of parameter ``index`` on this rank."""
+        return self._shapes[index]
 
     def portions(self, place: Place, shape: torch.Size) -> list[Portion]:
         """What a tensor of this ``shape`` on this rank holds at ``place``."""
@@ -108,7 +116,7 @@ class Layout:
             return [_portion(("model", str(owner)), shape, _all_of(shape), place)]
         parts, local = self._parts[int(owner)], self.shape(int(owner))
         if room == "parameter":
-            return [_portion(("model", part.name), part.shape, part.boxes, place) for part in parts]
+            return [_portion(("model", part.name), part.shape, self._of_parameter(part), place) for part in parts]
         if shape == local:
             return [_portion(_entry_path(part, entry), part.shape, part.boxes, place) for part in parts]
         if shape.numel() == 1 or self._is_whole(int(owner)):
@@ -132,6 +140,9 @@ class Layout:
             on_rank = local if shape == part.shape else shape
             is_scalar = on_rank.numel() == 1 and on_rank != local
             yield place, on_rank, self.portions(place, on_rank)[: 1 if is_scalar else None]
+
+    def _of_parameter(self, part: _Part) -> tuple[Box, ...]:
+        return _all_of(part.shape) if self._has_whole_parameters else part.boxes
 
     def _is_whole(self, index: int) -> bool:
         return len(self._parts[index]) == 1 and self.shape(index) == self._parts[index][0].shape

@@ -66,6 +66,11 @@ class Shard:
         """Whether it is an ordinary tensor, of which no wrapper knows."""
         return self.trigger is None and local_part(self.parameter) is self.parameter
 
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return self.local(self.parameter).numel() if self.run is None else self.run.stop - self.run.start
+
     def local(self, tensor: Tensor) -> Tensor:
         """The same part of ``tensor``, which is the parameter or its gradient, as a plain tensor on this rank."""
         whole = local_part(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 
@@ -68,10 +68,16 @@ class Glance:
 
 
 class GradientReader:
-    """Reads the gradient of every shard of a layer table."""
+    """Reads the gradient of every shard of a layer table.
 
-    def __init__(self, table: LayerTable) -> None:
+    Args:
+        table: whose shards.
+        find: where the gradients are, if it is not ``.grad``: one for every shard, or None.
+    """
+
+    def __init__(self, table: LayerTable, find: Callable[[], list[Tensor | None]] | None = None) -> None:
         self.table = table
+        self._find = find
         self._holding = [shard.parameter for shard in table.shards]
         self._split = any(shard.local(shard.parameter) is not shard.parameter for shard in table.shards)
         self._partial = [(p.shard, p) for p in table.census.partial if p.shard is not None]
@@ -177,8 +183,8 @@ class GradientReader:
         return by_kind
 
     def _gradients(self) -> list[Tensor | None]:
-        """The ``.grad`` that holds each shard's gradient."""
-        return [parameter.grad for parameter in self._holding]
+        """The tensor that holds each shard's gradient."""
+        return [parameter.grad for parameter in self._holding] if self._find is None else self._find()
 
     def _values(self, gradients: list[Tensor | None], present: list[Tensor]) -> list[Tensor]:
         """The local gradients of the shards that have one; of Partial ones nothing, as their squares mean nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stabilityguard.distributed.census import Census
 from stabilityguard.distributed.peers import ALONE, Peers
-from stabilityguard.distributed.shards import Shard, ShardOf, find_shards
+from stabilityguard.distributed.shards import Shard
 from stabilityguard.measure.modules import named_layers, reduces_gradients
 
 
@@ -39,17 +39,15 @@ class LayerTable:
     """Who else holds the same."""
 
     @classmethod
-    def of(
-        cls, model: nn.Module, parameters: Iterable[Tensor], peers: Peers = ALONE, shard_of: ShardOf | None = None
-    ) -> LayerTable:
-        """Groups ``parameters`` by the layers of ``model``. A collective over ``peers``, unless alone.
+    def of(cls, model: nn.Module, find_shards: Callable[[], Sequence[Shard]], peers: Peers = ALONE) -> LayerTable:
+        """Groups this rank's shards by the layers of ``model``. A collective over ``peers``, unless alone.
 
         Raises:
             ConfigurationError: the model holds none of the parameters, or some have no shape yet; on every rank, also
                 where it is so on one.
         """
         with peers.sharing_errors("finding the shards that it holds"):
-            shards = find_shards(model, parameters, shard_of)
+            shards = find_shards()
         census = Census.take(shards, peers, is_wrapped=reduces_gradients(model))
         places = {name: i for i, name in enumerate(census.layers)}
         torchs_own = {name for name, module in named_layers(model) if _uses_all_or_none(module)}
@@ -86,8 +84,7 @@ class LayerTable:
         """Number of real elements of every layer: this rank's share."""
         counts = [0.0] * len(self.places)
         for shard, layer, holders in zip(self.shards, self.layer_of, self.census.holders, strict=True):
-            local = shard.local(shard.parameter)
-            counts[layer] += local.numel() * (2 if local.is_complex() else 1) / holders
+            counts[layer] += shard.numel * (2 if shard.parameter.is_complex() else 1) / holders
         return tuple(counts)
 
     @cached_property

@@ -77,13 +77,23 @@ class GradientWindow:
         on_backward_end: called after each backward pass.
         sees_own: whether a wrapper reduces the gradients at the end of backward, and leaves ``.grad`` as it is until
             then, so that a look in between shows this rank's own.
+        in_order: whether autograd reaches the parameters in the order of the layers' use.
+        find: where the gradients are at ``step()``, for those who keep them elsewhere than in ``.grad``; there is then
+            nothing to measure at the end of backward.
     """
 
     def __init__(
-        self, table: LayerTable, on_backward_end: Callable[[], None], *, sees_own: bool = False, in_order: bool = True
+        self,
+        table: LayerTable,
+        on_backward_end: Callable[[], None],
+        *,
+        sees_own: bool = False,
+        in_order: bool = True,
+        find: Callable[[], list[Tensor | None]] | None = None,
     ) -> None:
         self.table = table
-        self.reader = GradientReader(table)
+        self.reader = GradientReader(table, find)
+        self._measures_backward = find is None
         self.consumed = False
         """Whether the last backward pass ended with every gradient gone: something steps inside backward."""
         self._on_backward_end = on_backward_end
@@ -174,13 +184,17 @@ class GradientWindow:
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
-        measurement = self.reader.read()
         self._passes += 1
+        if self._measures_backward:
+            self._measure()
+        self._on_backward_end()
+
+    def _measure(self) -> None:
+        measurement = self.reader.read()
         self.consumed = not measurement.has_gradients and bool(self.table.held)
         on_cpu = measurement.squares.device.type == "cpu"
         findings = self._examine(measurement, self._fired) if on_cpu else None
         self._left = _Look(measurement=measurement, findings=findings)
-        self._on_backward_end()
 
 
 @torch.no_grad()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from stabilityguard.config import GuardConfig
 from stabilityguard.distributed.layout import Layout
-from stabilityguard.distributed.shards import local_part
 from stabilityguard.errors import CheckpointError
-from stabilityguard.groups import parameters_of
-from stabilityguard.recover.buffers import BufferKeeper, owned_buffers
+from stabilityguard.recover.buffers import BufferKeeper, BufferSlot
 from stabilityguard.recover.catalogue import Entry, choose
 from stabilityguard.recover.snapshots import Snapshot, SnapshotRing
-from stabilityguard.recover.state import DATA_LOADER, Stateful, TrainingState
+from stabilityguard.recover.state import DATA_LOADER, TrainingState
 
 if TYPE_CHECKING:
     from stabilityguard.recover.archive import Archive
@@ -36,20 +33,25 @@ class BufferTraces:
 
 
 class Recovery:
-    """Keeps what is needed to undo a bad step, for the part of the model that one optimizer trains."""
+    """Keeps what is needed to undo a bad step.
+
+    Args:
+        state: reads and writes what is restored.
+        slots: the buffers of the part of the model that is trained, by name.
+        config: what was asked for.
+        archive: of checkpoints on disk, if there are any.
+        layout: names the tensors of ``state``.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        tracked: Mapping[str, Stateful],
+        state: TrainingState,
+        slots: dict[str, BufferSlot],
         config: GuardConfig,
         archive: Archive | None,
         layout: Layout,
     ) -> None:
-        self._parameters = parameters_of(optimizer)
-        self._slots = owned_buffers(model, self._parameters)
-        self._state = TrainingState(self._parameters, self._slots, optimizer, tracked)
+        self._state, self._slots = state, slots
         self._ring = SnapshotRing(config.snapshots) if config.snapshots else None
         self.disk = _disk(archive, self._state, layout)
         self._left_alone = () if config.replay_data else (DATA_LOADER,)
@@ -79,7 +81,7 @@ class Recovery:
     @property
     def was_rewritten(self) -> bool:
         """Whether parameters were written to between ``begin()`` and now, with no step applied in between."""
-        return self._versions_at_begin is not None and self._versions_at_begin != self._versions()
+        return self._versions_at_begin is not None and self._versions_at_begin != self._state.versions()
 
     def begin(self, step: int, memory: Callable[[], Any], *, in_step: bool = False) -> None:
         """Copies the state that the user hands over, which counts as proven; earlier snapshots are given up.
@@ -87,7 +89,7 @@ class Recovery:
         ``memory`` is called for what the guard remembers.
         ``in_step`` says that a forward has written to the buffers since.
         """
-        rewritten, self._versions_at_begin = self._versions_at_begin is not None, self._versions()
+        rewritten, self._versions_at_begin = self._versions_at_begin is not None, self._state.versions()
         self._since_snapshot = 0
         live = self._state.tensors()
         if (rewritten or in_step) and self._buffers is not None:
@@ -208,10 +210,7 @@ class Recovery:
     def _adopt_present(self) -> None:
         """Takes the present parameters for the ones handed over, if none was updated since: these writes are ours."""
         if self._versions_at_begin is not None:
-            self._versions_at_begin = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [local_part(parameter)._version for parameter in self._parameters]
+            self._versions_at_begin = self._state.versions()
 
 
 def _disk(archive: Archive | None, state: TrainingState, layout: Layout) -> Disk | None:

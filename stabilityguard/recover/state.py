@@ -88,6 +88,10 @@ class TrainingState:
                 found["buffer", name, ""] = buffer
         return found
 
+    def versions(self) -> list[int]:
+        """Counts of the parameters' in-place writes."""
+        return [local_part(parameter)._version for parameter in self.parameters]
+
     def small(self) -> SmallState:
         """A copy of everything else."""
         return SmallState(

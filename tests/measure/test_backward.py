@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stabilityguard.measure.backward import EndOfBackward
-from stabilityguard.measure.layers import LayerTable
-from tests.support import Net, batch, guard
+from tests.support import Net, batch, guard, table_of
 
 
 class Watch:
@@ -16,7 +15,7 @@ class Watch:
     def __init__(self, model):
         self.parameters = list(model.parameters())
         self.seen = []
-        self.table = LayerTable.of(model, self.parameters)
+        self.table = table_of(model, self.parameters)
         self.trigger = EndOfBackward(self.table, self.note)
 
     def note(self):
@@ -187,7 +186,7 @@ def test_an_error_in_the_callback_reaches_the_user():
     def fail():
         raise ArithmeticError("cannot look")
 
-    trigger = EndOfBackward(LayerTable.of(model, model.parameters()), fail)
+    trigger = EndOfBackward(table_of(model, model.parameters()), fail)
     with pytest.raises(ArithmeticError, match="cannot look"):
         model(batch(1)).backward()
     trigger.close()

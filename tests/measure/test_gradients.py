@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabilityguard.detect.statistics import DETAILED_LAYERS, Finding
 from stabilityguard.measure.gradients import GradientReader
-from stabilityguard.measure.layers import LayerTable
-from tests.support import assert_same, guard
+from tests.support import assert_same, guard, table_of
 
 
 def reader_of(*gradients):
@@ -21,7 +20,7 @@ def reader_of(*gradients):
         layer.weight.grad = gradient
         layers.append(layer)
     model = nn.ModuleList(layers)
-    return GradientReader(LayerTable.of(model, model.parameters()))
+    return GradientReader(table_of(model, model.parameters()))
 
 
 def norms(reader):
@@ -69,7 +68,7 @@ def test_the_parameters_of_one_layer_add_up():
     layer = nn.Linear(300, 400)
     for parameter in layer.parameters():
         parameter.grad = torch.randn_like(parameter)
-    reader = GradientReader(LayerTable.of(layer, layer.parameters()))
+    reader = GradientReader(table_of(layer, layer.parameters()))
     expected = math.hypot(*(exact(parameter.grad) for parameter in layer.parameters()))
     assert norms(reader).tolist() == pytest.approx([expected], rel=1e-6)
 
@@ -246,7 +245,7 @@ def test_the_faults_of_a_layer_are_counted_over_all_its_parameters():
     layer.weight.grad, layer.bias.grad = torch.ones(300, 300), torch.ones(300)
     layer.weight.grad[0, 0] = layer.weight.grad[-1, -1] = torch.inf
     layer.bias.grad[7] = torch.nan
-    finding = examine(GradientReader(LayerTable.of(layer, layer.parameters())), [0])[0]
+    finding = examine(GradientReader(table_of(layer, layer.parameters())), [0])[0]
     assert (finding.kind, finding.elements) == ("nan", 300 * 300 + 300)
     assert (finding.nan_elements, finding.inf_elements) == (1, 2)
 
@@ -264,7 +263,7 @@ def test_an_empty_gradient_in_a_bad_layer_does_not_disturb_the_look_at_it():
     layer = nn.Module()
     layer.empty, layer.full = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(2))
     layer.empty.grad, layer.full.grad = torch.zeros(0, 3), torch.tensor([1.0, torch.inf])
-    finding = examine(GradientReader(LayerTable.of(layer, layer.parameters())), [0])[0]
+    finding = examine(GradientReader(table_of(layer, layer.parameters())), [0])[0]
     assert (finding.kind, finding.elements, finding.inf_elements) == ("inf", 2, 1)
 
 

@@ -9,18 +9,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from stabilityguard import ConfigurationError
-from stabilityguard.measure.layers import LayerTable
 from stabilityguard.measure.modules import ROOT_LAYER, named_layers
-from tests.support import Net, batch, guard
+from tests.support import Net, batch, guard, table_of
 
 
 def names(model):
-    return LayerTable.of(model, model.parameters()).names
+    return table_of(model, model.parameters()).names
 
 
 def table_of_four():
     model = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
-    return LayerTable.of(model, model.parameters())
+    return table_of(model, model.parameters())
 
 
 class Block(nn.Module):
@@ -52,7 +51,7 @@ def test_a_layer_is_a_module_that_owns_parameters_and_bears_its_qualified_name()
 
 def test_every_parameter_is_listed_once_beside_the_index_of_its_layer():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, bias=False))
-    table = LayerTable.of(model, model.parameters())
+    table = table_of(model, model.parameters())
     assert [id(p) for p in table.parameters] == [id(p) for p in model.parameters()]
     assert table.layer_of == (0, 0, 1)
 
@@ -128,7 +127,7 @@ def test_a_submodule_that_the_user_called_module_keeps_its_name():
 def test_a_tied_parameter_is_listed_once_under_the_first_module_that_owns_it():
     model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5)})
     model["head"].weight = model["embedding"].weight
-    table = LayerTable.of(model, model.parameters())
+    table = table_of(model, model.parameters())
     assert table.names == ("embedding", "head")
     assert [id(p) for p in table.parameters] == [id(model["embedding"].weight), id(model["head"].bias)]
     assert table.layer_of == (0, 1)
@@ -137,7 +136,7 @@ def test_a_tied_parameter_is_listed_once_under_the_first_module_that_owns_it():
 def test_a_parameter_named_twice_by_its_owner_and_by_the_optimizer_is_listed_once():
     model = nn.Linear(2, 2, bias=False)
     model.alias = model.weight
-    assert len(LayerTable.of(model, [model.weight, model.weight]).parameters) == 1
+    assert len(table_of(model, [model.weight, model.weight]).parameters) == 1
 
 
 def test_a_module_used_at_two_places_is_one_layer_under_its_first_name():
@@ -155,7 +154,7 @@ def test_a_module_that_contains_itself_is_walked_once():
 def test_a_parameter_that_the_model_lacks_gets_a_layer_named_by_its_place_in_the_optimizer():
     model = nn.Linear(2, 2)
     temperature = nn.Parameter(torch.ones(()))
-    table = LayerTable.of(model, [*model.parameters(), temperature])
+    table = table_of(model, [*model.parameters(), temperature])
     assert table.names == (ROOT_LAYER, "(optimizer parameter 2)")
     assert table.layer_of == (0, 0, 1)
 
@@ -172,7 +171,7 @@ def test_a_parameter_that_the_model_lacks_is_judged_like_any_other():
 
 def test_only_the_parameters_of_the_optimizer_are_listed():
     model = Net()
-    assert LayerTable.of(model, model.head.parameters()).names == ("head",)
+    assert table_of(model, model.head.parameters()).names == ("head",)
 
 
 def test_a_model_that_holds_none_of_the_parameters_is_refused_by_name():
@@ -183,7 +182,7 @@ def test_a_model_that_holds_none_of_the_parameters_is_refused_by_name():
 def test_the_layers_keep_the_order_of_definition_whatever_the_order_in_the_optimizer():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     backwards = list(model.parameters())[::-1]
-    assert LayerTable.of(model, backwards).names == ("0", "1", "2")
+    assert table_of(model, backwards).names == ("0", "1", "2")
 
 
 def test_nearest_the_loss_means_the_order_in_which_backward_reached_the_layers():
