@@ -29,6 +29,11 @@ def check_optimizer_and_model(base: object, model: object) -> None:
     """Raises ConfigurationError unless ``base`` is an optimizer that can be guarded, and ``model`` a module."""
     if isinstance(base, nn.Module) and isinstance(model, Optimizer):
         raise ConfigurationError("the optimizer comes first: GuardedOptimizer(optimizer, model)")
+    if hasattr(model, "_take_model_step"):
+        raise ConfigurationError(
+            "a DeepSpeed engine updates by itself; guard it with "
+            "stabilityguard.distributed.deepspeed.guard_engine(engine) instead"
+        )
     if not isinstance(base, Optimizer):
         raise ConfigurationError(f"base_optimizer must be a torch.optim.Optimizer, but is a {type(base).__name__}")
     if not isinstance(model, nn.Module):

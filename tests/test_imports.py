@@ -35,6 +35,7 @@ RANKS = [
         "stabilityguard.arguments",
         "stabilityguard.scaling",
         "stabilityguard.optimizer",
+        "stabilityguard.distributed.deepspeed",
     },
     {"stabilityguard.testing", "stabilityguard.demo", "stabilityguard.cli"},
 ]

@@ -1,0 +1,104 @@
+"""An engine as a guard watches over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabilityguard.distributed.deepspeed.partition import Partition
+from stabilityguard.distributed.deepspeed.state import Books, EngineState
+from stabilityguard.distributed.layout import Layout
+from stabilityguard.distributed.shards import Shard, find_shards, tied_names
+from stabilityguard.measure.gradients import GradientReader
+from stabilityguard.recover.buffers import BufferSlot
+from stabilityguard.recover.state import Stateful, TrainingState
+
+
+class EngineSubject:
+    """What a DeepSpeed engine trains.
+
+    Args:
+        engine: the ``DeepSpeedEngine``.
+        partition: how its optimizer splits the parameters.
+        books: what it counts.
+        take_step: the engine's own step on the model.
+    """
+
+    def __init__(self, engine: Any, partition: Partition, books: Books, take_step: Callable[[], None]) -> None:
+        self.model: nn.Module = engine.module
+        self.optimizer = partition.base
+        self.find_gradients: Callable[[], list[Tensor | None]] | None = self._find_gradients
+        self._engine, self._partition, self._books = engine, partition, books
+        self._take_step = take_step
+        self._order: list[Tensor] = []
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that the engine's optimizer was given."""
+        return list(self._partition.parameters)
+
+    def has_only(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Always: an engine takes no parameters later on."""
+        return True
+
+    def shards(self) -> list[Shard]:
+        """The fragments that this rank updates, and an empty one of every other parameter."""
+        shards = [self._shard(shard) for shard in find_shards(self.model, self._partition.parameters, _expert)]
+        self._order = [shard.parameter for shard in shards]
+        return shards
+
+    def _shard(self, shard: Shard) -> Shard:
+        fragment = self._partition.fragments.get(shard.parameter)  # type: ignore[call-overload]
+        whole = self._partition.shape(shard.parameter)
+        if fragment is None:
+            return replace(shard, whole=whole, identity=None, run=slice(0, 0))
+        run = slice(fragment.start, fragment.start + fragment.numel)
+        identity = (run.start, run.stop), _expert("", shard.parameter)
+        return replace(shard, whole=whole, identity=identity, run=run)
+
+    def layout(self, shards: Sequence[Shard], rank: int) -> Layout:
+        """By fragments."""
+        fragments = [self._partition.fragments.get(parameter) for parameter in self._partition.parameters]
+        return Layout(
+            self._partition.parameters,
+            shards,
+            _expert,
+            rank,
+            tied_names(self.model, shards),
+            [torch.Size([0 if fragment is None else fragment.numel]) for fragment in fragments],
+            has_whole_parameters=self._partition.has_whole_parameters,
+        )
+
+    def state(self, buffers: Mapping[str, BufferSlot], tracked: Mapping[str, Stateful]) -> TrainingState:
+        """Of this rank's fragments."""
+        return EngineState(self._partition, buffers, tracked)
+
+    def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
+        """Has the engine skip its step: as it does by itself, with its loss scale, where it sees an overflow.
+
+        After a rollback the engine's counts stay those that were restored.
+        """
+        counts = self._books.read_counts() if self._books.was_restored else None
+        if self._partition.loss_scale is not None and not are_finite:
+            self._take_step()
+        else:
+            with self._partition.skipping():
+                self._take_step()
+        if counts is not None:
+            self._books.write_counts(counts)
+
+    def _find_gradients(self) -> list[Tensor | None]:
+        gradients = self._partition.gradients()
+        return [gradients.get(parameter) for parameter in self._order]
+
+
+def _expert(_: str, parameter: Tensor) -> Hashable:
+    """Which of the experts of that name a parameter belongs to: every rank of an expert-parallel group has others."""
+    if getattr(parameter, "allreduce", True):
+        return None
+    groups = import_module("deepspeed.utils.groups")  # loaded already, and only then
+    return f"expert {groups._get_expert_parallel_rank(parameter.group_name)}"  # type: ignore[attr-defined]
