@@ -29,6 +29,7 @@ class Bf16Optimizer(Partition):
     )
 
     def gradients(self) -> dict[Tensor, Tensor]:
+        """Parts of the accumulated float32 gradients."""
         found: dict[Tensor, Tensor] = {}
         for i, group in enumerate(self.groups):
             for j, parameter in enumerate(group):
@@ -39,6 +40,7 @@ class Bf16Optimizer(Partition):
         return found
 
     def skipping(self) -> AbstractContextManager[None]:
+        """With both kinds of gradients cleared in place of the update."""
         optimizer = self._optimizer
 
         def skip(*_: Any, **__: Any) -> None:
@@ -65,10 +67,12 @@ class _Scaled(Partition):
 
     @property
     def loss_scale(self) -> float | None:
+        """None but in float16."""
         return float(self._optimizer.loss_scale) if self._engine.fp16_enabled() else None
 
     @property
     def scaler(self) -> Any | None:
+        """Its ``loss_scaler``."""
         return self._optimizer.loss_scaler
 
 
@@ -96,6 +100,7 @@ class ZeroOneTwo(_Scaled):
     )
 
     def gradients(self) -> dict[Tensor, Tensor]:
+        """The averaged gradients, or what was copied of them to the host."""
         self._optimizer._wait_for_offload_copies()
         if self._optimizer.cpu_offload:
             return self._offloaded_gradients()
@@ -114,6 +119,7 @@ class ZeroOneTwo(_Scaled):
         }
 
     def skipping(self) -> AbstractContextManager[None]:
+        """By an overflow that every rank sees, whatever the precision."""
         optimizer = self._optimizer
         return overridden(
             (optimizer, "check_grad_overflow", True),
@@ -160,6 +166,7 @@ class ZeroThree(_Scaled):
     has_whole_parameters = False
 
     def gradients(self) -> dict[Tensor, Tensor]:
+        """The averaged gradients without padding, or what was copied of them to the host."""
         found: dict[Tensor, Tensor] = {}
         for i, group in enumerate(self._optimizer.fp16_groups):
             for j, parameter in enumerate(group):
@@ -173,6 +180,7 @@ class ZeroThree(_Scaled):
         return found
 
     def skipping(self) -> AbstractContextManager[None]:
+        """By an overflow that every rank sees, whatever the precision."""
         optimizer = self._optimizer
 
         def overflow(*_: Any, update_scale: bool = True, **__: Any) -> Any:
@@ -184,17 +192,21 @@ class ZeroThree(_Scaled):
         )
 
     def held(self, parameter: Any) -> Tensor:
+        """The run of this rank, without padding."""
         fragment = self.fragments.get(parameter)
         held: Tensor = parameter.ds_tensor.detach().view(-1)[: 0 if fragment is None else fragment.numel]
         return held
 
     def shape(self, parameter: Any) -> torch.Size:
+        """From before it was split."""
         return torch.Size(parameter.ds_shape)
 
     def before_writing(self) -> None:
-        self._optimizer._partition_all_parameters()  # those that stay whole are gathered again before their next use
+        """Gives up whole copies, which are gathered again before their next use."""
+        self._optimizer._partition_all_parameters()
 
     def after_writing(self) -> None:
+        """Gives up the copies that hpZ keeps within a node."""
         self._optimizer.invalidate_secondary_tensor()
 
     def _groups(self) -> list[list[nn.Parameter]]:

@@ -18,6 +18,7 @@ class _Replicated(Partition):
     """What is the same for all of them."""
 
     def gradients(self) -> dict[Tensor, Tensor]:
+        """Those in ``.grad``."""
         return {p: p.grad.detach() for p in self.parameters if p.grad is not None}
 
 
@@ -26,11 +27,13 @@ class PlainOptimizer(_Replicated):
 
     @property
     def base(self) -> Optimizer:
+        """Itself."""
         optimizer: Optimizer = self._optimizer
         return optimizer
 
     def skipping(self) -> AbstractContextManager[None]:
-        self._optimizer.overflow = True  # until the next good step: others ask for it once the engine has stepped
+        """Without clipping and update; ``overflow`` then stays set until the next good step, for those who ask for it."""
+        self._optimizer.overflow = True
         return overridden((self._engine, "clip_fp32_gradients", nothing), (self._optimizer, "step", nothing))
 
     def _groups(self) -> list[list[nn.Parameter]]:
@@ -47,9 +50,11 @@ class LowPrecisionOptimizer(_Replicated):
 
     @property
     def scaler(self) -> Any | None:
+        """Its ``loss_scale_config``."""
         return self._optimizer.loss_scale_config
 
     def skipping(self) -> AbstractContextManager[None]:
+        """By its own way of passing over a step."""
         skip = self._optimizer._skip_invalid_grad_norm
         return overridden(
             (self._optimizer, "_update_scale", nothing), (self._optimizer, "step", lambda *_, **__: skip())
