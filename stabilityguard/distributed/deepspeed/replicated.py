@@ -32,7 +32,7 @@ class PlainOptimizer(_Replicated):
         return optimizer
 
     def skipping(self) -> AbstractContextManager[None]:
-        """Without clipping and update; ``overflow`` then stays set until the next good step, for those who ask for it."""
+        """Without clipping and update; ``overflow`` stays set until the next good step, as others ask for it."""
         self._optimizer.overflow = True
         return overridden((self._engine, "clip_fp32_gradients", nothing), (self._optimizer, "step", nothing))
 
