@@ -98,7 +98,7 @@ class EngineGuard:
         """In the place of the engine's own; a collective over the ranks."""
         self._lr_arguments, self._books.was_restored = lr_arguments, False
         try:
-            self._guard.step(lambda _: self._apply(), loss=None, scale=self._scale())
+            self._guard.step(lambda _: self._apply(), loss=self._loss_of_pipeline(), scale=self._scale())
         except GradientSpikeError as error:  # raised once the engine has put its books in order
             self._error = error
             self._guard._subject.discard_gradients(self._guard.window.reader, are_finite=True)
@@ -117,6 +117,11 @@ class EngineGuard:
 
     def _take(self) -> None:
         self._take_model_step(*self._lr_arguments)
+
+    def _loss_of_pipeline(self) -> torch.Tensor | None:
+        """The mean loss over micro-batches, on the last stage of a pipeline; None elsewhere."""
+        total = getattr(self._engine, "total_loss", None)
+        return total / self._engine.gradient_accumulation_steps() if isinstance(total, torch.Tensor) else None
 
     def _scale(self) -> LossScale:
         scale = self._partition.loss_scale
