@@ -25,6 +25,7 @@ ENGINE_NEEDS = (
     "step",
     "module",
     "basic_optimizer",
+    "param_names",
     "lr_scheduler",
     "global_steps",
     "global_samples",

@@ -13,6 +13,7 @@ from stabilityguard.arguments import check_scaler_and_sinks, check_timeout, make
 from stabilityguard.config import GuardConfig
 from stabilityguard.detect.detector import Detector
 from stabilityguard.distributed.deepspeed.attach import find_partition
+from stabilityguard.distributed.deepspeed.partition import Partition
 from stabilityguard.distributed.deepspeed.state import Books
 from stabilityguard.distributed.deepspeed.subject import EngineSubject
 from stabilityguard.distributed.peers import Peers
@@ -21,7 +22,7 @@ from stabilityguard.guard import Guard
 from stabilityguard.measure.window import LossScale
 from stabilityguard.recover.state import Resumed, check_tracked
 from stabilityguard.report.records import SpikeReport, StepRecord
-from stabilityguard.report.sinks import Sink
+from stabilityguard.report.sinks import Sink, log
 
 BOOKS = "deepspeed"
 """Name in ``track`` of the engine's own counts, schedule and loss scale."""
@@ -65,7 +66,7 @@ def guard_engine(
     config = GuardConfig(**settings)
     partition = find_partition(engine)
     peers = Peers.of(process_group, partition.parameters, check_timeout(timeout))
-    return EngineGuard(engine, config, make_detector(detector, config), tracked, sinks, peers)
+    return EngineGuard(engine, partition, config, make_detector(detector, config), tracked, sinks, peers)
 
 
 class EngineGuard:
@@ -74,19 +75,20 @@ class EngineGuard:
     def __init__(
         self,
         engine: Any,
+        partition: Partition,
         config: GuardConfig,
         detector: Detector,
         tracked: dict[str, Any],
         sinks: Sequence[Sink],
         peers: Peers,
     ) -> None:
-        self._engine, self._partition = engine, find_partition(engine)
-        self._books = Books(engine, self._partition)
+        self._engine, self._partition = engine, partition
+        self._books = Books(engine, partition)
         self._take_model_step = engine._take_model_step
         self._lr_arguments: tuple[Any, ...] = ()
         self._error: GradientSpikeError | None = None
-        subject = EngineSubject(engine, self._partition, self._books, self._take)
-        self._guard = Guard(subject, config, detector, {**tracked, BOOKS: self._books}, sinks, peers)
+        self._subject = EngineSubject(engine, partition, self._books, self._take)
+        self._guard = Guard(self._subject, config, detector, {**tracked, BOOKS: self._books}, sinks, peers)
         self._outer = "train_batch" if hasattr(engine, "train_batch") else "step"
         self._outer_step = getattr(engine, self._outer)
         engine._take_model_step = self._step
@@ -100,8 +102,8 @@ class EngineGuard:
         try:
             self._guard.step(lambda _: self._apply(), loss=self._loss_of_pipeline(), scale=self._scale())
         except GradientSpikeError as error:  # raised once the engine has put its books in order
-            self._error = error
-            self._guard._subject.discard_gradients(self._guard.window.reader, are_finite=True)
+            self._error, self._books.was_restored = error, False
+            self._subject.discard_gradients(self._guard.window.reader, are_finite=True)
 
     def _step_and_raise(self, *arguments: Any, **options: Any) -> Any:
         result = self._outer_step(*arguments, **options)
@@ -111,9 +113,10 @@ class EngineGuard:
         return result
 
     def _apply(self) -> None:
-        if hasattr(self._partition.base, "overflow"):
-            self._partition.base.overflow = False
+        self._partition.before_update()
         self._take()
+        if not self._engine.was_step_applied():
+            log.warning("DeepSpeed has skipped step %d by itself, which was healthy", self._guard.steps + 1)
 
     def _take(self) -> None:
         self._take_model_step(*self._lr_arguments)

@@ -69,6 +69,9 @@ class Partition:
         """Of the whole parameter."""
         return torch.Size(parameter.shape)
 
+    def before_update(self) -> None:
+        """To be called before the engine's own step."""
+
     def before_writing(self) -> None:
         """To be called before anything of the state is written to."""
 

@@ -31,6 +31,10 @@ class PlainOptimizer(_Replicated):
         optimizer: Optimizer = self._optimizer
         return optimizer
 
+    def before_update(self) -> None:
+        """Ends the overflow that a skipped step has left."""
+        self._optimizer.overflow = False
+
     def skipping(self) -> AbstractContextManager[None]:
         """Without clipping and update; ``overflow`` stays set until the next good step, as others ask for it."""
         self._optimizer.overflow = True

@@ -14,6 +14,7 @@ from stabilityguard.distributed.deepspeed.partition import Partition
 from stabilityguard.distributed.deepspeed.state import Books, EngineState
 from stabilityguard.distributed.layout import Layout
 from stabilityguard.distributed.shards import Shard, find_shards, tied_names
+from stabilityguard.errors import StabilityGuardError
 from stabilityguard.measure.gradients import GradientReader
 from stabilityguard.recover.buffers import BufferSlot
 from stabilityguard.recover.state import Stateful, TrainingState
@@ -36,6 +37,7 @@ class EngineSubject:
         self._engine, self._partition, self._books = engine, partition, books
         self._take_step = take_step
         self._order: list[Tensor] = []
+        self._has_checked = False
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that the engine's optimizer was given."""
@@ -80,20 +82,37 @@ class EngineSubject:
     def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
         """Has the engine skip its step: as it does by itself, with its loss scale, where it sees an overflow.
 
-        After a rollback the engine's counts stay those that were restored.
+        After a rollback the engine's counts and loss scale stay those that were restored.
         """
-        counts = self._books.read_counts() if self._books.was_restored else None
-        if self._partition.loss_scale is not None and not are_finite:
+        if self._books.was_restored:
+            counts = self._books.read_counts()
+            self._skip()
+            self._books.write_counts(counts)
+        elif self._partition.loss_scale is not None and not are_finite:
             self._take_step()
         else:
-            with self._partition.skipping():
-                self._take_step()
-        if counts is not None:
-            self._books.write_counts(counts)
+            self._skip()
+
+    def _skip(self) -> None:
+        with self._partition.skipping():
+            self._take_step()
 
     def _find_gradients(self) -> list[Tensor | None]:
         gradients = self._partition.gradients()
+        if not self._has_checked:
+            self._check(gradients)
         return [gradients.get(parameter) for parameter in self._order]
+
+    def _check(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        for parameter, gradient in gradients.items():
+            fragment = self._partition.fragments.get(parameter)  # type: ignore[call-overload]
+            if fragment is None or fragment.numel != gradient.numel():
+                raise StabilityGuardError(
+                    f"{type(self._engine.optimizer).__name__} keeps {gradient.numel()} elements of the gradient of "
+                    f"{self._engine.param_names[parameter]}, where {0 if fragment is None else fragment.numel} are "
+                    "expected; install deepspeed>=0.19,<0.20"
+                )
+        self._has_checked = True
 
 
 def _expert(_: str, parameter: Tensor) -> Hashable:
