@@ -37,7 +37,6 @@ CONFIGURATIONS = {
         3, zero={"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
     ),
 }
-REPLAYED = {name: CONFIGURATIONS[name] for name in CONFIGURATIONS if name not in ("2 fp32", "3 bf16, 3 micro-batches")}
 in_every_configuration = pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 
 
@@ -165,7 +164,30 @@ def test_an_overflow_is_left_to_deepspeeds_loss_scale_which_no_spike_moves(stage
     assert max(norms.values()) < 1  # without the scale
 
 
+def test_a_loss_scale_at_its_minimum_ends_the_run_on_all_ranks_as_it_does_without_a_guard():
+    def job(rank):
+        scale = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
+        trainer = Trainer(rank, settings(2, "fp16") | {"fp16": scale})
+        trainer.step(1)
+
+        def overflow():
+            if rank == 1:
+                next(iter(fragments(trainer.guard).values()))[0] = torch.inf
+
+        with pytest.raises(Exception, match="loss scale already at minimum"):
+            trainer.step(2, before=overflow)
+        return trainer.guard.last_record.step
+
+    assert run(RANKS, job) == [1] * RANKS
+
+
 # Ways back ------------------------------------------------------------------------------------------------------------
+
+
+REPLAYED = {
+    **{name: CONFIGURATIONS[name] for name in CONFIGURATIONS if name not in ("2 fp32", "3 bf16, 3 micro-batches")},
+    "2 fp16": settings(2, "fp16", clipping=0.5),
+}
 
 
 @pytest.mark.parametrize("configuration", REPLAYED.values(), ids=REPLAYED)
