@@ -8,13 +8,13 @@ from tests.distributed.engines import RANKS, Noisy, Trainer, adamw
 from tests.distributed.ranks import run
 
 
-def through_faults(configuration):
+def through_faults(configuration, optimizer=adamw):
     """What was told of a spike and of a NaN on rank 1, and of the steps after them; and the largest error of a norm.
 
     Looks on the way whether healthy steps are those of a bare engine, and bad ones leave everything as it was.
     """
     times = configuration["gradient_accumulation_steps"]
-    first, second = run(RANKS, _train_through_faults, configuration, patience=240)
+    first, second = run(RANKS, _train_through_faults, configuration, optimizer, patience=240)
     assert first == second
     told, norms, layer, _ = first
     assert layer == "head"
@@ -23,8 +23,8 @@ def through_faults(configuration):
     return told, max(abs(norms[layer] / true[layer] - 1) for layer in true)
 
 
-def _train_through_faults(rank, configuration):
-    bare, guarded = Trainer(rank, configuration, guards=False), Trainer(rank, configuration)
+def _train_through_faults(rank, configuration, optimizer):
+    bare, guarded = (Trainer(rank, configuration, optimizer, guards=guards) for guards in (False, True))
     assert (bare.step(1), bare.digest()) == (guarded.step(1), guarded.digest())
     norms = dict(guarded.guard.last_record.layer_norms)  # before clipping
     for number in (2, 3, 4):

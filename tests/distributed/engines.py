@@ -62,6 +62,14 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
+def fused_adam(model):
+    return deepspeed.ops.adam.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def cpu_adam(model):
+    return deepspeed.ops.adam.DeepSpeedCPUAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
 class Trainer:
     """One rank's part of a training; ``guards=False`` is the same without a guard."""
 
@@ -134,7 +142,9 @@ def held(engine):
     base = getattr(optimizer, "optimizer", optimizer)
     for i, master in enumerate(_masters(optimizer, base)):
         found[f"master {i}"] = _mask(optimizer, i, master)
-        found |= {f"state {i} {k}": _mask(optimizer, i, v) for k, v in base.state.get(master, {}).items()}
+        found |= {
+            f"state {i} {k}": _mask(optimizer, i, torch.as_tensor(v)) for k, v in base.state.get(master, {}).items()
+        }
     return found
 
 
