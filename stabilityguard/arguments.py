@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 from stabilityguard.config import GuardConfig
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.ema import EmaDetector
+from stabilityguard.distributed.digest import named_ranks
+from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import ConfigurationError
+from stabilityguard.groups import parameters_of
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.report.sinks import Sink
 
@@ -60,6 +63,21 @@ def check_timeout(timeout: object) -> timedelta | None:
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta()):
         return timeout
     raise ConfigurationError(f"timeout must be a positive datetime.timedelta or None, but is {timeout!r}")
+
+
+def find_peers_again(base: Optimizer, ranks: tuple[int, ...], timeout: timedelta | None) -> Peers:
+    """The peers of a copy of a guard over ``ranks``. A collective over them.
+
+    Raises:
+        ConfigurationError: there are other ranks here.
+    """
+    peers = Peers.of(None, parameters_of(base), timeout)
+    if peers.ranks != ranks:
+        raise ConfigurationError(
+            f"a copy of a guard over {named_ranks(ranks)}, and there are {len(peers)} ranks here; "
+            "make a new GuardedOptimizer instead"
+        )
+    return peers
 
 
 def _chain(optimizer: object) -> Iterator[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from stabilityguard.errors import StabilityGuardError
 from stabilityguard.guard import Guard
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
+
+log = logging.getLogger("stabilityguard")
 
 
 class GuardedClosure:
@@ -84,3 +87,9 @@ def evaluates_repeatedly(optimizer: Optimizer) -> bool:
 def climbs_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes two steps for each (SAM): it may want gradients before its ``step(closure)``."""
     return hasattr(optimizer, "first_step")
+
+
+def advise_on_climbing(optimizer: Optimizer) -> None:
+    """Warns that such an optimizer's two steps by themselves are not guarded."""
+    if climbs_first(optimizer):
+        log.warning("%s.first_step() and second_step() are not guarded; use step(closure)", type(optimizer).__name__)

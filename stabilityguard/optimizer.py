@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,13 +16,13 @@ from stabilityguard.arguments import (
     check_optimizer_and_model,
     check_scaler_and_sinks,
     check_timeout,
+    find_peers_again,
     make_detector,
 )
-from stabilityguard.closures import GuardedClosure, climbs_first
+from stabilityguard.closures import GuardedClosure, advise_on_climbing, climbs_first
 from stabilityguard.config import Budget, CheckpointPolicy, GuardConfig, Moments, NanAction, SnapshotPolicy
 from stabilityguard.detect.detector import Detector
 from stabilityguard.detect.statistics import Statistics
-from stabilityguard.distributed.digest import named_ranks
 from stabilityguard.distributed.peers import ALONE, Peers
 from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import ConfigurationError
@@ -32,13 +31,12 @@ from stabilityguard.guard import Guard
 from stabilityguard.lazy_state import only_creates_state
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
+from stabilityguard.prepared import Prepared, base_of
 from stabilityguard.recover.state import Resumed, check_tracked
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import Sink
 from stabilityguard.scaling import LossScaling, has_overflowed
 from stabilityguard.subject import OptimizerSubject
-
-log = logging.getLogger("stabilityguard")
 
 STATE_KEY = "stabilityguard"
 """Entry of the optimizer's ``state_dict`` that holds the guard's memory; an unguarded optimizer ignores it."""
@@ -114,7 +112,9 @@ class GuardedOptimizer(Optimizer):
         shard_of: ShardOf | None = None,
     ) -> None:
         # Not super().__init__(): groups, state, defaults and hooks stay the base optimizer's own, seen live.
+        base_optimizer, front = base_of(base_optimizer)
         check_optimizer_and_model(base_optimizer, model)
+        scaler = front.scaler if scaler is None and front is not None else scaler
         config = GuardConfig(
             spike_threshold=spike_threshold,
             nan_action=nan_action,
@@ -135,6 +135,7 @@ class GuardedOptimizer(Optimizer):
         parts |= {"shard_of": shard_of, "timeout": timeout}
         peers = Peers.of(process_group, parameters_of(base_optimizer), check_timeout(timeout))
         self._assemble(base_optimizer, parts, sinks, peers)
+        self._prepared.come_behind(front)
 
     def _assemble(self, base: Optimizer, parts: dict[str, Any], sinks: Sequence[Sink], peers: Peers) -> None:
         """Sets everything up from what copies and pickles carry, and the sinks and peers, which they do not."""
@@ -147,11 +148,10 @@ class GuardedOptimizer(Optimizer):
         subject = OptimizerSubject(parts["model"], base, parts["shard_of"])
         self._guard = Guard(subject, config, detector, tracked, sinks, peers)
         self.base_optimizer, self._parts = base, parts
-        self._scaling = LossScaling(scaler)
+        self._scaling, self._prepared = LossScaling(scaler), Prepared(self)
         self._closed = False
         self._lost_peers: tuple[int, ...] = ()
-        if climbs_first(base):
-            log.warning("%s.first_step() and second_step() are not guarded; use step(closure)", type(base).__name__)
+        advise_on_climbing(base)
 
     # The guarded step -------------------------------------------------------------------------------------------
 
@@ -176,6 +176,10 @@ class GuardedOptimizer(Optimizer):
         """
         if closure is not None and not callable(closure):
             raise ConfigurationError(f"step() takes a closure, but got {closure!r}; pass a loss as step(loss=loss)")
+        if self._prepared.accumulates:
+            return None
+        if self._prepared.scales:
+            return self._prepared.scaled_step(closure, loss)
         if self._lost_peers and not self._closed:
             self._find_peers()
         scale = self._scaling.read(self)
@@ -211,6 +215,7 @@ class GuardedOptimizer(Optimizer):
         self._scaling.share(self, scaled, rank=self._guard.peers.ranks[self._guard.peers.place])
         if record.action == "rollback":
             self._scaling.forgive(self)
+        self._prepared.tell(skipped=record.action == "skip")
         if not record.applied:
             # A scheduler made before wrapping watches the base's step(), and would complain that there was none.
             self.base_optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -260,6 +265,7 @@ class GuardedOptimizer(Optimizer):
         if not self._closed:
             self._closed = True
             self._guard.close()
+            self._prepared.hold(self.base_optimizer)
 
     def __enter__(self) -> GuardedOptimizer:
         return self
@@ -294,6 +300,8 @@ class GuardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and what was measured of them."""
+        if self._prepared.accumulates:
+            return
         self._guard.forget_gradients()
         self.base_optimizer.zero_grad(set_to_none)
 
@@ -335,12 +343,7 @@ class GuardedOptimizer(Optimizer):
 
     def _find_peers(self) -> None:
         """Has a copy decide with the ranks that the original decided with. A collective over them."""
-        peers = Peers.of(None, parameters_of(self.base_optimizer), self._parts["timeout"])
-        if peers.ranks != self._lost_peers:
-            raise ConfigurationError(
-                f"a copy of a guard over {named_ranks(self._lost_peers)}, and there are {len(peers)} ranks here; "
-                "make a new GuardedOptimizer instead"
-            )
+        peers = find_peers_again(self.base_optimizer, self._lost_peers, self._parts["timeout"])
         guard = self._guard.state_dict()
         self._guard.close()
         self._assemble(self.base_optimizer, self._parts, (), peers)
