@@ -1,0 +1,1 @@
+"""Adapters to trackers and trainers; each needs its package, the core needs none."""
