@@ -38,7 +38,8 @@ RANKS = [
         "stabilityguard.optimizer",
         "stabilityguard.distributed.deepspeed",
     },
-    {"stabilityguard.integrations", "stabilityguard.testing", "stabilityguard.demo", "stabilityguard.cli"},
+    {"stabilityguard.testing", "stabilityguard.demo", "stabilityguard.cli"},
+    {"stabilityguard.integrations"},
 ]
 """Who may import whom: a module imports from its own row and the rows above. A room stands for all modules in it."""
 

@@ -47,7 +47,7 @@ class StabilityGuardCallback(_callback_class()):  # type: ignore[misc]
     """
 
     guards: list[GuardedOptimizer]
-    """Those of the present or the last ``fit``, in the order of the optimizers; with ``last_record`` and ``reports``."""
+    """Those of the present or the last ``fit``, in the order of the optimizers."""
 
     def __init__(self, spike_threshold: float = 10.0, **options: Any) -> None:
         self._options = check_keywords({"spike_threshold": spike_threshold, **options})
@@ -60,8 +60,8 @@ class StabilityGuardCallback(_callback_class()):  # type: ignore[misc]
         """Puts a guard in the place of each optimizer. A collective call over the ranks."""
         if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
             raise ConfigurationError(
-                "with DeepSpeed the engine makes the updates; guard it instead: guard_engine(trainer.strategy.model) of "
-                "stabilityguard.distributed.deepspeed"
+                "with DeepSpeed the engine makes the updates; guard it instead: guard_engine(trainer.strategy.model) "
+                "of stabilityguard.distributed.deepspeed"
             )
         bases = trainer.strategy.optimizers
         self._losses.clear()
