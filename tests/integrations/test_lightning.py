@@ -200,18 +200,13 @@ def test_each_optimizer_is_guarded_by_itself():
 
 
 def test_a_fit_that_goes_on_judges_as_the_first_would_have():
-    whole, saving = (
-        callback(),
-        ModelCheckpoint(dirpath="saved", every_n_train_steps=5, save_top_k=-1, filename="{step}"),
-    )
-    module = made()
-    fit(module, [whole, saving], faults=Faults().nan("head", step=3))
+    def saving():
+        return ModelCheckpoint(dirpath="saved", save_top_k=-1, filename="{epoch}")
+
+    whole, module = callback(), made()
+    fit(module, [whole, saving()], faults=Faults().nan("head", step=3), limit_train_batches=5)
     resumed, again = callback(), made()
-    fit(
-        again,
-        [resumed, ModelCheckpoint(dirpath="saved", every_n_train_steps=5, filename="{step}")],
-        ckpt_path="saved/step=5.ckpt",
-    )
+    fit(again, [resumed, saving()], ckpt_path="saved/epoch=0.ckpt", limit_train_batches=5)
     assert resumed.guards[0].last_record.step == 10
     assert_same(resumed.state_dict(), whole.state_dict())
     assert_same(again.state_dict(), module.state_dict())
