@@ -1,5 +1,6 @@
 """The guard in the Trainer of Lightning, under both of its names."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -199,17 +200,21 @@ def test_each_optimizer_is_guarded_by_itself():
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def test_a_fit_that_goes_on_judges_as_the_first_would_have():
+def test_a_fit_that_goes_on_takes_up_the_memory_of_its_checkpoint():
     def saving():
         return ModelCheckpoint(dirpath="saved", save_top_k=-1, filename="{epoch}")
 
-    whole, module = callback(), made()
-    fit(module, [whole, saving()], faults=Faults().nan("head", step=3), limit_train_batches=5)
-    resumed, again = callback(), made()
-    fit(again, [resumed, saving()], ckpt_path="saved/epoch=0.ckpt", limit_train_batches=5)
+    class Watching(new.Callback):
+        def on_train_start(self, trainer, module):
+            self.memory = copy.deepcopy(trainer.callbacks[0].state_dict())
+
+    fit(made(), [callback(), saving()], faults=Faults().nan("head", step=3), limit_train_batches=5)
+    resumed, watching = callback(), Watching()
+    fit(made(), [resumed, watching, saving()], ckpt_path="saved/epoch=0.ckpt", limit_train_batches=5)
+    saved = torch.load("saved/epoch=0.ckpt", weights_only=True)["callbacks"]["StabilityGuardCallback"]
+    assert saved["guards"][0]["steps"] == 5
+    assert_same(watching.memory, saved)
     assert resumed.guards[0].last_record.step == 10
-    assert_same(resumed.state_dict(), whole.state_dict())
-    assert_same(again.state_dict(), module.state_dict())
 
 
 def test_another_number_of_optimizers_than_in_the_checkpoint_is_named():
