@@ -49,6 +49,12 @@ def module_name(file):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+NEEDED = {
+    "stabilityguard.integrations.huggingface": {"accelerate", "transformers"},
+    "stabilityguard.integrations.lightning": {"lightning", "pytorch_lightning"},
+}
+"""The packages that adapters need; all other modules need none but torch."""
+
 TREES = {module_name(file): ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
 
 
@@ -175,7 +181,7 @@ def test_importing_every_module_prints_nothing_starts_nothing_and_leaves_nothing
 import importlib, logging, threading
 import torch
 handlers, threads = list(logging.root.handlers), threading.active_count()
-for name in {sorted(TREES)!r}:
+for name in {sorted(TREES.keys() - NEEDED.keys())!r}:
     importlib.import_module(name)
 print(logging.root.handlers == handlers, logging.getLogger("stabilityguard").handlers)
 print(threading.active_count() == threads)
@@ -237,7 +243,7 @@ def test_the_package_says_that_it_is_typed():
 
 @pytest.mark.parametrize("module", TREES)
 def test_a_module_needs_nothing_but_torch_and_the_standard_library(module):
-    allowed = {*sys.stdlib_module_names, "torch", "stabilityguard"}
+    allowed = {*sys.stdlib_module_names, "torch", "stabilityguard", *NEEDED.get(module, ())}
     names = {name.split(".")[0] for name in imported(ast.walk(TREES[module]))}
     assert names <= allowed
 
@@ -290,6 +296,27 @@ def test_recovering_and_reporting_do_not_know_each_other_but_for_records():
 def test_the_guard_does_not_know_who_calls_it():
     callers = {"stabilityguard.optimizer", "stabilityguard.closures", "stabilityguard.scaling"}
     assert everything_imported_by("stabilityguard.guard") & callers == set()
+
+
+@pytest.mark.parametrize(("module", "package"), [("huggingface", "transformers"), ("lightning", "lightning")])
+def test_an_adapter_without_its_package_names_the_command_that_installs_it(module, package, tmp_path):
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(["accelerate", "transformers", "lightning", "pytorch_lightning"]))
+try:
+    import stabilityguard.integrations.{module}
+except ImportError as error:
+    print(error)
+"""
+    shown = in_fresh_interpreter(code, tmp_path).stdout
+    assert f"needs {package}" in shown
+    assert shown.endswith(f': pip install "stabilityguard[{module}]"\n')
+
+
+def test_nothing_but_adapters_imports_an_adapter():
+    for module, tree in TREES.items():
+        if not module.startswith("stabilityguard.integrations"):
+            assert not any(name.startswith("stabilityguard.integrations") for name in imported(ast.walk(tree))), module
 
 
 def test_nothing_imports_the_command_line():

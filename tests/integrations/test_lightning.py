@@ -209,9 +209,9 @@ def test_a_fit_that_goes_on_takes_up_the_memory_of_its_checkpoint():
             self.memory = copy.deepcopy(trainer.callbacks[0].state_dict())
 
     fit(made(), [callback(), saving()], faults=Faults().nan("head", step=3), limit_train_batches=5)
+    saved = torch.load("saved/epoch=0.ckpt", weights_only=True)["callbacks"]["StabilityGuardCallback"]
     resumed, watching = callback(), Watching()
     fit(made(), [resumed, watching, saving()], ckpt_path="saved/epoch=0.ckpt", limit_train_batches=5)
-    saved = torch.load("saved/epoch=0.ckpt", weights_only=True)["callbacks"]["StabilityGuardCallback"]
     assert saved["guards"][0]["steps"] == 5
     assert_same(watching.memory, saved)
     assert resumed.guards[0].last_record.step == 10
