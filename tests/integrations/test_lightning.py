@@ -161,6 +161,7 @@ def test_a_scaler_lowers_its_scale_and_nothing_is_written(fused):
     fit(module, [guarding], faults=Faults().inf("head", step=4), plugins=[precision])
     assert actions(guarding.guards[0]) == ["step"] * 3 + ["skip"] + ["step"] * 6
     assert scaler.get_scale() == 512.0
+    assert guarding.guards[0]._parts["scaler"] is scaler
     assert guarding.guards[0].last_record.global_norm < 10
     assert is_finite(module)
 
@@ -215,6 +216,14 @@ def test_a_fit_that_goes_on_takes_up_the_memory_of_its_checkpoint():
     assert saved["guards"][0]["steps"] == 5
     assert_same(watching.memory, saved)
     assert resumed.guards[0].last_record.step == 10
+
+
+def test_the_callbacks_state_alone_carries_the_memory():
+    first, second = callback(), callback()
+    fit(made(), [first], steps=5)
+    second.load_state_dict(first.state_dict())
+    fit(made(), [second], steps=3)
+    assert second.guards[0].last_record.step == 8
 
 
 def test_another_number_of_optimizers_than_in_the_checkpoint_is_named():
