@@ -38,6 +38,7 @@ RANKS = [
         "stabilityguard.distributed.deepspeed",
     },
     {"stabilityguard.testing", "stabilityguard.demo", "stabilityguard.cli"},
+    {"stabilityguard.integrations"},
 ]
 """Who may import whom: a module imports from its own row and the rows above. A room stands for all modules in it."""
 
