@@ -147,8 +147,10 @@ class Bridge(ABC):
     # Failing ----------------------------------------------------------------------------------------------------------
 
     def _attempt(self, work: Callable[[], None]) -> None:
+        if os.getpid() != self._process:  # before the lock, which a fork may have copied as it was held
+            return
         with self._lock:
-            if not self._is_open or os.getpid() != self._process:
+            if not self._is_open:
                 return
             try:
                 work()

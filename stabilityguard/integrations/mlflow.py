@@ -17,6 +17,7 @@ from stabilityguard.integrations import require
 from stabilityguard.integrations.bridge import Bridge, log
 from stabilityguard.integrations.courier import Courier, RefusedError
 from stabilityguard.integrations.files import files_of_run
+from stabilityguard.integrations.metrics import TRIP
 from stabilityguard.report.records import SpikeReport, StepRecord
 
 require("mlflow", extra="mlflow")
@@ -107,6 +108,8 @@ class MLflowBridge(Bridge):
         now = int(time.time() * 1000)
         if self._run is not None:
             self._put(step=record.step, milliseconds=now, numbers=numbers)
+            if numbers[TRIP]:
+                self._tell()  # should the process be killed
         elif len(self._early) < CAPACITY:
             self._early.append((record.step, now, numbers))
         else:
@@ -117,14 +120,10 @@ class MLflowBridge(Bridge):
             self._put(file=self._reports[-1])
 
     def _leave(self) -> None:
-        written = set(self._reports)
         for path in files_of_run([]).values():
-            if path not in written:
-                self._put(file=path)
-        told = {"verdict": self.tally.verdict, "trips": self.tally.trips, "worst_layer": self.tally.worst_layer}
-        told["left_out"] = ", ".join(f"{name} {times}" for name, times in self._left_out.items())
-        told["dropped"] = self._courier.dropped
-        self._put(tags={f"sg.{name}": str(value) for name, value in told.items() if value not in (None, "")})
+            self._put(file=path)
+        left_out = ", ".join(f"{name} {times}" for name, times in self._left_out.items()) or "none"
+        self._tell(left_out=left_out, dropped=self._courier.dropped)
 
     def _end(self) -> None:
         super()._end()
@@ -132,6 +131,9 @@ class MLflowBridge(Bridge):
         if steps:
             log.warning("MLflowBridge: no run was active during %d steps; they are not in MLflow", steps)
         self._courier.close(self._exit_seconds)
+
+    def _tell(self, **more: Any) -> None:
+        self._put(tags={f"sg.{name}": str(value) for name, value in (self.tally.summary | more).items()})
 
     def _put(self, **content: Any) -> None:
         assert isinstance(self._run, Target)

@@ -53,6 +53,12 @@ class Tally:
         return "recovered" if self.trips else "healthy"
 
     @property
+    def summary(self) -> dict[str, str | int]:
+        """Verdict, trips and, if one is known, the worst layer, by name."""
+        told: dict[str, str | int] = {"verdict": self.verdict, "trips": self.trips}
+        return told if self.worst_layer is None else {**told, "worst_layer": self.worst_layer}
+
+    @property
     def worst_layer(self) -> str | None:
         """The layer with the most trips; without any, that with the largest ratio so far."""
         if self.blamed:

@@ -67,8 +67,8 @@ class TensorBoardBridge(Bridge):
 
     def _leave(self) -> None:
         tally = self.tally
-        told = [f"verdict: {tally.verdict}", f"trips: {tally.trips} in {tally.steps} steps"]
-        told += [f"worst layer: {tally.worst_layer}"] if tally.worst_layer else []
+        told = [f"{name.replace('_', ' ')}: {value}" for name, value in tally.summary.items()]
+        told += [f"steps: {tally.steps}"]
         told += [f"{name} was NaN or Inf: {times} times" for name, times in self._left_out.items()]
         self._writer.add_text(f"{PREFIX}summary", "\n\n".join(told), tally.steps)
         self._writer.flush()

@@ -12,7 +12,7 @@ from typing import Any
 from stabilityguard.integrations import require
 from stabilityguard.integrations.bridge import Bridge, log
 from stabilityguard.integrations.files import files_of_run
-from stabilityguard.integrations.metrics import PREFIX, STEP, merge
+from stabilityguard.integrations.metrics import PREFIX, STEP, TRIP, merge
 from stabilityguard.report.console import alert_lines
 from stabilityguard.report.records import SpikeReport, StepRecord
 
@@ -69,6 +69,8 @@ class WandBBridge(Bridge):
         self._pending = merge(self._pending, numbers)
         if self._target is not None:
             self._target.log(self._pending, commit=False)
+            if numbers[TRIP]:
+                self._tell()  # should the process be killed
 
     def _write_report(self, report: SpikeReport) -> None:
         kind, now = report.record.kind or "fault", time.monotonic()
@@ -82,12 +84,13 @@ class WandBBridge(Bridge):
     def _leave(self) -> None:
         run, tally = self._target, self.tally
         if run is not None and not has_ended(run):
-            told = {"verdict": tally.verdict, "trips": tally.trips, "worst_layer": tally.worst_layer}
-            told["left_out"] = dict(self._left_out)
-            run.summary.update({PREFIX + name: value for name, value in told.items() if value not in (None, {})})
+            self._tell(left_out=dict(self._left_out))
             run.tags = (*(tag for tag in run.tags or () if not tag.startswith("sg:")), f"sg:{tally.verdict}")
             self._upload(run)
         self._alerted, self._pending, self._row, self._target = {}, {}, None, None
+
+    def _tell(self, **more: Any) -> None:
+        self._target.summary.update({PREFIX + name: value for name, value in (self.tally.summary | more).items()})
 
     def _upload(self, run: Any) -> None:
         files = files_of_run(self._reports)

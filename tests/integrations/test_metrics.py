@@ -1,4 +1,6 @@
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,3 +112,6 @@ def test_the_tally_counts_and_gives_a_verdict():
 def test_every_name_has_the_prefix_and_is_in_the_table_of_the_manual():
     names = {value for name, value in vars(metrics).items() if name.isupper() and isinstance(value, str)}
     assert all(name.startswith(metrics.PREFIX) for name in names)
+    manual = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(sg/[^`]+)` \|", manual, flags=re.MULTILINE)
+    assert {name.removesuffix("<name>") for name in rows} == names - {metrics.PREFIX}

@@ -4,6 +4,7 @@ import http.server
 import json
 import math
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -302,6 +303,33 @@ def test_a_script_that_closes_nothing_leaves_everything_in_its_run(server):
     assert stored.history("sg/trip") == {1: 0, 2: 0, 3: 1, 4: 0}
     assert stored.tags["sg.verdict"] == "recovered"
     assert stored.files() == {"journal.jsonl", "spike_step3.json"}
+
+
+def test_the_dashboard_becomes_a_page_among_the_artifacts(server, active, bridge, monkeypatch, capsys):
+    built = bridge(log_every=10, layers=["head"])
+    trained(range(1, 31), trips=[12])
+    built.close()
+    dashboard = runpy.run_path(str(Path(__file__).parents[2] / "integrations" / "mlflow_dashboard.py"))
+    monkeypatch.setattr(sys, "argv", ["mlflow_dashboard.py", active, server.uri])
+    dashboard["main"]()
+    assert "dashboard.html" in Stored(server, active).files()
+    page = mlflow.MlflowClient(tracking_uri=server.uri).download_artifacts(active, "stabilityguard/dashboard.html")
+    content = Path(page).read_text(encoding="utf-8")
+    assert content.count('class="trip"') == content.count("<svg")
+    for title in (
+        "Gradient norm",
+        "Largest ratio to the baseline",
+        "Skipped steps so far",
+        "Norm of head",
+        "recovered",
+    ):
+        assert title in content
+
+
+def test_the_dashboard_of_a_run_without_a_bridge_says_so(server, active):
+    dashboard = runpy.run_path(str(Path(__file__).parents[2] / "integrations" / "mlflow_dashboard.py"))
+    with pytest.raises(SystemExit, match="train with an MLflowBridge first"):
+        dashboard["page"](mlflow.MlflowClient(tracking_uri=server.uri), active)
 
 
 def test_names_are_put_in_characters_that_mlflow_takes():

@@ -1,12 +1,18 @@
 """Event files, read back by TensorBoard's own reader."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
 from stabilityguard import ConfigurationError
+from stabilityguard.integrations import metrics
 from stabilityguard.integrations.tensorboard import TensorBoardBridge
 from tests.report.test_sinks import nan_at
 from tests.support import Net, assert_same, guard, train
@@ -68,7 +74,7 @@ def test_scalars_reports_and_a_summary_are_written(bridge, tmp_path):
     assert "spike_step12.json" in reports[12]
     (summary,) = events.texts("sg/summary/text_summary").values()
     assert "verdict: recovered" in summary
-    assert "trips: 2 in 30 steps" in summary
+    assert "trips: 2" in summary
     assert "sg/grad_norm was NaN or Inf: 2 times" in summary
 
 
@@ -119,6 +125,17 @@ def test_a_layer_that_is_not_there_is_named_once(bridge, caplog):
     trained()
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "stabilityguard"]
     assert warning == "TensorBoardBridge: no layer of this optimizer is called 'haed'; there are body, head, …"
+
+
+def test_the_layout_has_a_place_for_every_metric(tmp_path):
+    script = Path(__file__).parents[2] / "integrations" / "tensorboard_dashboard.py"
+    subprocess.run([sys.executable, str(script), "events"], check=True, capture_output=True)
+    (event,) = EventAccumulator(str(tmp_path / "events")).Reload().Tensors("custom_scalars__config__")
+    layout = Layout.FromString(make_ndarray(event.tensor_proto).item())
+    (category,) = layout.category
+    tags = [tag for chart in category.chart for tag in chart.multiline.tag]
+    written = {value for name, value in vars(metrics).items() if name.isupper() and isinstance(value, str)}
+    assert {tag.removesuffix(".*") for tag in tags} == written - {metrics.PREFIX, metrics.STEP}
 
 
 @pytest.mark.parametrize("options", [{"writer": object()}, {"writer": "runs"}, {"log_every": True}, {"layers": [1]}])
