@@ -36,6 +36,17 @@ def test_the_loop_of_the_manual_of_checkpoints_runs_as_printed_and_goes_on():
     assert starts[1] > 0
 
 
+def test_the_bridges_of_the_manual_of_trackers_and_the_readme_are_built_as_printed():
+    manual = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")
+    built = []
+    for block in [*re.findall(r"```python\n(.*?)```", manual, flags=re.DOTALL), code_blocks()[3]]:
+        names = {}
+        exec(block, names)
+        names["bridge"].close()
+        built.append(type(names["bridge"]).__name__)
+    assert built == ["WandBBridge", "MLflowBridge", "TensorBoardBridge", "WandBBridge"]
+
+
 def test_the_line_for_many_gpus_runs_as_printed():
     def job(rank):
         names = {"model": Net(), "fully_shard": fully_shard, "AdamW": torch.optim.AdamW}
@@ -60,7 +71,7 @@ def test_the_loop_of_the_readme_runs_as_printed(capsys):
     model = Model()
     names = {"model": model, "dataloader": [torch.randn(8, 4) for _ in range(60)]}
     names["ema_model"] = torch.optim.swa_utils.AveragedModel(model)
-    first, _, third, second = code_blocks()
+    first, _, third, _, second = code_blocks()
     exec(first, names)
     assert names["optimizer"].last_record.step == 60
     assert "step 50 |" in capsys.readouterr().out

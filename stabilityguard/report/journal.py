@@ -9,6 +9,7 @@ import time
 import weakref
 from typing import Any
 
+from stabilityguard.report import channel
 from stabilityguard.report.records import SpikeReport, StepRecord
 from stabilityguard.report.sinks import log
 from stabilityguard.report.strict_json import dumps, dumps_by_line
@@ -22,7 +23,8 @@ class Journal:
 
     def __init__(self, directory: str, *, max_bytes: int = JOURNAL_BYTES) -> None:
         self._directory = directory
-        self._lines = _LineFile(os.path.join(directory, "journal.jsonl"), max_bytes)
+        self._path = os.path.join(directory, "journal.jsonl")
+        self._lines = _LineFile(self._path, max_bytes)
         weakref.finalize(self, self._lines.close)  # for guards that nobody closes
         self._broken = False
         self._warned = False
@@ -32,6 +34,7 @@ class Journal:
         if not self._broken:
             try:
                 self._lines.append(dumps(_line(record)) + "\n")
+                channel.note_journal(self._path)
             except OSError as error:
                 self._give_up(error)
 

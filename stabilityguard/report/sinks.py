@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from stabilityguard.report import channel
 from stabilityguard.report.records import SpikeReport, StepRecord
 
 log = logging.getLogger("stabilityguard")
@@ -28,7 +29,8 @@ class Sink(Protocol):
 class Publisher:
     """Hands records and reports to sinks; one that raises is muted with one warning, and training goes on.
 
-    A silent one only closes them: of several ranks, the first speaks for all.
+    Besides its own it tells those that listen to the whole process, and leaves it to others to close them.
+    A silent one only closes its own: of several ranks, the first speaks for all.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, is_silent: bool = False) -> None:
@@ -36,12 +38,12 @@ class Publisher:
         self._is_silent = is_silent
 
     def record(self, record: StepRecord) -> None:
-        """Tells every sink of a step."""
+        """Tells every sink and listener of a step."""
         for sink in self._listening():
             self._tell(sink, "on_record", record)
 
     def report(self, report: SpikeReport) -> None:
-        """Tells every sink of a trip."""
+        """Tells every sink and listener of a trip."""
         for sink in self._listening():
             self._tell(sink, "on_report", report)
 
@@ -52,12 +54,13 @@ class Publisher:
         self._sinks = []
 
     def _listening(self) -> list[Sink]:
-        return [] if self._is_silent else list(self._sinks)
+        return [] if self._is_silent else [*self._sinks, *channel.listeners(beside=self._sinks)]
 
     def _tell(self, sink: Sink, method: str, *arguments: object) -> None:
         try:
             getattr(sink, method)(*arguments)
         except Exception as error:
             self._sinks = [other for other in self._sinks if other is not sink]
+            channel.leave(sink)
             name = type(sink).__name__
             log.warning("%s.%s failed and is muted from now on: %s: %s", name, method, type(error).__name__, error)
