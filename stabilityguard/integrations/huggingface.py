@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from stabilityguard.distributed.deepspeed import EngineGuard, guard_engine
 from stabilityguard.errors import ConfigurationError, DisagreementError, GradientSpikeError
+from stabilityguard.integrations.accelerate import ask_for_overflow, engine_of
 from stabilityguard.integrations.keywords import check_keywords, tracking
 from stabilityguard.optimizer import STATE_KEY, GuardedOptimizer
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DeepSpeedOptimizerWrapper
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
@@ -28,9 +31,9 @@ class StabilityGuardCallback(TrainerCallback, ExportableState):  # type: ignore[
     """Guards the optimizer of a ``Trainer``: ``Trainer(…, callbacks=[StabilityGuardCallback(spike_threshold=10.0)])``.
 
     The guard takes the place of the optimizer that the trainer's prepared one holds, when training begins, and gives
-    it back when that ends. Norms are from before the trainer's clipping. The learning-rate scheduler is tracked.
-    The guard's memory is part of the trainer's checkpoints (in ``trainer_state.json``), and taken up again by
-    ``trainer.train(resume_from_checkpoint=…)``.
+    it back when that ends; with DeepSpeed it stands before the engine's step. Norms are from before the trainer's
+    clipping. The learning-rate scheduler is tracked. The guard's memory is part of the trainer's checkpoints (in
+    ``trainer_state.json``), and taken up again by ``trainer.train(resume_from_checkpoint=…)``.
 
     Args:
         spike_threshold: ratio of norm to baseline that trips; greater than 1.
@@ -38,10 +41,10 @@ class StabilityGuardCallback(TrainerCallback, ExportableState):  # type: ignore[
 
     Raises:
         ConfigurationError: here for unknown keywords, when training begins for values that cannot be used, and for
-            trainers whose optimizer cannot be guarded (DeepSpeed).
+            trainers whose optimizer, or DeepSpeed engine, cannot be guarded.
     """
 
-    guard: GuardedOptimizer | None
+    guard: GuardedOptimizer | EngineGuard | None
     """The guard of the present or the last training; None before the first. It has ``last_record`` and ``reports``."""
 
     def __init__(self, spike_threshold: float = 10.0, **options: Any) -> None:
@@ -76,8 +79,12 @@ class StabilityGuardCallback(TrainerCallback, ExportableState):  # type: ignore[
                 "cannot guard; pass Trainer(optimizers=(GuardedOptimizer(optimizer, model), None)) instead"
             )
         options = tracking(self._options, {"lr_scheduler": lr_scheduler})
-        self.guard = _TrainersGuard(optimizer, model, **options)
-        self.guard.control = control
+        if isinstance(optimizer, DeepSpeedOptimizerWrapper):
+            self.guard = guard_engine(engine_of(optimizer), **options)
+            ask_for_overflow(optimizer)
+        else:
+            self.guard = _TrainersGuard(optimizer, model, **options)
+            self.guard.control = control
         self._take_up(state)
         self._is_training = True
 
@@ -93,7 +100,7 @@ class StabilityGuardCallback(TrainerCallback, ExportableState):  # type: ignore[
         """What the trainer writes into its checkpoints; waits for the device."""
         plain = {name: value for name, value in self._options.items() if _is_plain(value)}
         left_out = [name for name in self._options if name not in plain]
-        memory = _pack(self.guard.state_dict()[STATE_KEY]) if self.guard is not None and self._is_training else None
+        memory = _pack(_memory_of(self.guard)) if self.guard is not None and self._is_training else None
         return {"args": plain, "attributes": {"memory": memory, "left_out": left_out}}
 
     def _take_up(self, state: TrainerState) -> None:
@@ -103,7 +110,8 @@ class StabilityGuardCallback(TrainerCallback, ExportableState):  # type: ignore[
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         memory = None if isinstance(saved, list) else saved["attributes"].get("memory")
         if memory is not None:
-            self.guard.load_state_dict({STATE_KEY: _unpack(memory)})
+            unpacked = _unpack(memory)
+            self.guard.load_state_dict(unpacked if isinstance(self.guard, EngineGuard) else {STATE_KEY: unpacked})
 
 
 class _TrainersGuard(GuardedOptimizer):
@@ -117,6 +125,12 @@ class _TrainersGuard(GuardedOptimizer):
         except (GradientSpikeError, DisagreementError):
             self.control.should_training_stop = True
             raise
+
+
+def _memory_of(guard: GuardedOptimizer | EngineGuard) -> dict[str, Any]:
+    state = guard.state_dict()
+    memory: dict[str, Any] = state if isinstance(guard, EngineGuard) else state[STATE_KEY]
+    return memory
 
 
 def _is_plain(value: Any) -> bool:

@@ -25,6 +25,10 @@ class _Replicated(Partition):
 class PlainOptimizer(_Replicated):
     """Stage 0 in float32: a torch optimizer as it is."""
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._optimizer.overflow = False  # those who ask for it must find it from the beginning
+
     @property
     def base(self) -> Optimizer:
         """Itself."""
