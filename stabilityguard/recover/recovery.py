@@ -18,7 +18,8 @@ from stabilityguard.recover.state import DATA_LOADER, TrainingState
 
 if TYPE_CHECKING:
     from stabilityguard.recover.archive import Archive
-    from stabilityguard.recover.disk import Disk, Loaded
+    from stabilityguard.recover.codec import Loaded
+    from stabilityguard.recover.disk import Disk
 
 
 @dataclass(frozen=True, kw_only=True)
