@@ -195,6 +195,40 @@ def test_training_goes_on_while_the_disk_is_full_and_checkpoints_once_it_is_not(
     assert names(small_disk) == step_names(2, 10)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_on_a_disk_that_has_become_read_only_training_goes_on_and_goes_back(asynchronous, small_disk):
+    def job(rank):
+        trainer = Trainer(rank, small_disk, asynchronous=asynchronous)
+        actions = [record.action for record in trainer.steps([1, 2, 3, 4])]
+        together(trainer)
+        if rank == 0:
+            _remount(small_disk, "ro")
+        actions += [record.action for record in together(trainer).steps([5, 6, 7])]
+        bad = trainer.step(8, bad=True)
+        together(trainer)
+        if rank == 0:
+            _remount(small_disk, "rw")
+        return trainer.warnings, actions, (bad.action, bad.restored_step)
+
+    (warnings, actions, restored), (silence, *others) = run(RANKS, job)
+    assert warnings
+    assert all("Read-only file system" in warning for warning in warnings)
+    assert silence == []
+    assert [actions, restored] == others == [["step"] * 7, ("rollback", 2)]
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused_on_all_ranks(small_disk):
+    _remount(small_disk, "ro")
+    told = run(RANKS, lambda rank: refusal(lambda: Trainer(rank, small_disk / "checkpoints")))
+    _remount(small_disk, "rw")
+    assert told[0] == told[1]
+    assert "Read-only file system" in told[0]
+
+
+def _remount(path, how):
+    subprocess.run(["mount", "-o", f"remount,{how}", path], check=True)
+
+
 def _fill(path):
     """With zeros, until there is no room left."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):

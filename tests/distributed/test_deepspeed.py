@@ -185,9 +185,14 @@ def test_a_loss_scale_at_its_minimum_ends_the_run_on_all_ranks_as_it_does_withou
 
 
 REPLAYED = {
-    **{name: CONFIGURATIONS[name] for name in CONFIGURATIONS if name not in ("2 fp32", "3 bf16, 3 micro-batches")},
-    "2 fp16": settings(2, "fp16", clipping=0.5),
-}
+    name: CONFIGURATIONS[name]
+    for name in (
+        "0 bf16, 3 micro-batches",
+        "1 bf16, BF16_Optimizer",
+        "2 bf16, 3 micro-batches, offload",
+        "3 fp32, sub-groups, whole parameters",
+    )
+} | {"2 fp16": settings(2, "fp16", clipping=0.5)}
 
 
 @pytest.mark.parametrize("configuration", REPLAYED.values(), ids=REPLAYED)
