@@ -1,6 +1,7 @@
 """Runs a function on several ranks: forked processes that speak over gloo."""
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -35,8 +36,11 @@ def run(ranks, function, *arguments, patience=PATIENCE, timeout=PATIENCE):
             context.Process(target=_work, args=(rank, *jobs, pipes[rank][1], function, arguments), daemon=True)
             for rank in range(ranks)
         ]
+        gc.collect()
+        gc.freeze()  # else each rank's collector touches, and so copies, all that has been imported here
         for process in processes:
             process.start()
+        gc.unfreeze()
         for _, sender in pipes:
             sender.close()
         try:
