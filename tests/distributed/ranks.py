@@ -73,6 +73,7 @@ def _collect(receivers, processes, deadline):
 
 def _work(rank, store, ranks, timeout, sender, function, arguments):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun does
     warnings.filterwarnings("ignore", module=r"torch\b")  # what torch says of itself
     warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
     torch.set_num_threads(1)
