@@ -1,7 +1,9 @@
+import pytest
 import torch
 
+from stabilityguard import GuardedOptimizer, SnapshotPolicy
 from stabilityguard.recover.host import HostCopy
-from tests.support import assert_same
+from tests.support import Net, assert_same, batch
 
 
 def live(value):
@@ -60,3 +62,54 @@ def test_nothing_is_copied_of_nothing():
     copy.take({})
     copy.wait()
     assert copy.tensors == {}
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.cuda
+@needs_a_gpu
+def test_an_update_after_the_fence_comes_after_the_copy_from_a_gpu():
+    original = {("parameter", 0, ""): torch.zeros(50_000_000, device="cuda")}
+    copy = HostCopy()
+    for round_ in range(3):
+        copy.take(original)
+        copy.fence()
+        original["parameter", 0, ""].add_(1)
+        copy.wait()
+        (kept,) = copy.tensors.values()
+        assert kept.is_pinned()
+        assert not copy.is_torn
+        assert bool((kept == round_).all())
+
+
+@pytest.mark.cuda
+@needs_a_gpu
+def test_a_copy_from_a_gpu_that_was_written_to_before_the_fence_is_known_as_torn():
+    original = {("parameter", 0, ""): torch.zeros(1000, device="cuda")}
+    copy = HostCopy()
+    copy.take(original)
+    original["parameter", 0, ""].add_(1)
+    copy.fence()
+    assert copy.is_torn
+
+
+@pytest.mark.cuda
+@needs_a_gpu
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_follows_a_rollback_on_a_gpu_is_bit_for_bit_what_it_would_have_been(optimizer):
+    def train(numbers, bad=()):
+        torch.manual_seed(0)
+        model = Net().cuda()
+        policy = SnapshotPolicy(every=2, keep=2, quarantine=1)
+        options = {"nan_action": "rollback", "snapshots": policy, "verbose": False}
+        with GuardedOptimizer(optimizer(model.parameters(), lr=1e-2), model, **options) as guarded:
+            for number in numbers:
+                guarded.zero_grad()
+                model(batch(number).cuda() * (torch.nan if number in bad else 1)).backward()
+                guarded.step()
+        return model.state_dict()
+
+    assert_same(train([1, 2, 3, 4, 5, 6, 7, 8], bad={6}), train([1, 2, 3, 4, 7, 8]))
