@@ -75,7 +75,6 @@ class LossScaling:
             return
         if self._scaler is None:
             first = next(one for one, saw in overflowed.items() if saw)
-            first = next(one for one, saw in overflowed.items() if saw)
             raise ConfigurationError(
                 f"the GradScaler of rank {first} saw an overflow that others did not, so that their scales would go "
                 "apart; pass scaler= to GuardedOptimizer on every rank"
