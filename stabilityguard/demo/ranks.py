@@ -19,8 +19,9 @@ def joined() -> Iterator[None]:
         dist.init_process_group("nccl", device_id=device())
     else:
         dist.init_process_group("gloo")
-    yield
-    dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
+    yield  # after an error nothing more: other ranks may be waiting in a collective
+    dist.barrier()  # gloo's threads need the interpreter to release the last call's tensors
+    dist.destroy_process_group()
 
 
 def rank() -> int:

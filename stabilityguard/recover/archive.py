@@ -18,7 +18,7 @@ from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError, ConfigurationError
 from stabilityguard.recover.catalogue import Catalogue, Entry
 from stabilityguard.recover.manifest import Manifest, find, path_of, step_of
-from stabilityguard.recover.writing import Job, remove, write_checkpoint
+from stabilityguard.recover.writing import Job, remove, sweep, write_checkpoint
 
 log = logging.getLogger("stabilityguard")
 
@@ -58,6 +58,7 @@ class Archive:
     def submit(self, step: int, make: Callable[[], Contents], *, stopped: bool = False) -> None:
         """Writes what ``make`` returns, unless ``stopped`` in the background if so told. Collective calls."""
         assert self.job is None
+        self._on_first(partial(sweep, self.directory))
         job = Job(step, make, stopped)
         if self.policy.asynchronous and not stopped:
             job.thread = threading.Thread(
@@ -98,6 +99,7 @@ class Archive:
     def close(self) -> None:
         """Waits for a background job of this rank, and tells if it failed."""
         self.wait()
+        self._writers.let_go()
         if self.job is not None and self.job.problem is not None:
             self._warn(_FAILED, self.job.step, self.job.problem)
 

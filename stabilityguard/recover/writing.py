@@ -71,8 +71,6 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers) -> None:
 def _make_directory(directory: Path, peers: Peers) -> str:
     if peers.place != 0:
         return ""
-    for left_over in directory.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left_over, ignore_errors=True)
     path = _unfinished(directory)
     path.mkdir(parents=True)
     return str(path)
@@ -80,6 +78,12 @@ def _make_directory(directory: Path, peers: Peers) -> str:
 
 def _unfinished(directory: Path) -> Path:
     return directory / f"{UNFINISHED}{uuid4().hex[:12]}"
+
+
+def sweep(directory: Path) -> None:
+    """Removes what writing or removing has left unfinished; not to be called while either goes on."""
+    for left_over in directory.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
 
 
 def remove(path: Path) -> None:

@@ -108,6 +108,18 @@ def test_nothing_but_checkpoints_is_left_in_the_directory(tmp_path):
     assert os.listdir(tmp_path) == ["step_00000003"]
 
 
+def test_writing_in_the_background_leaves_alone_what_is_removed_meanwhile(tmp_path):
+    one, removal = archive(tmp_path, asynchronous=True), tmp_path / ".unfinished-removal"
+
+    def begun():
+        removal.mkdir()
+        return contents()
+
+    one.submit(3, begun)
+    one.close()
+    assert removal.exists()
+
+
 def test_retention_removes_directories_once_a_newer_one_is_marked_clean(tmp_path):
     one = archive(tmp_path, keep=1)
     put(one, 3)
