@@ -28,12 +28,12 @@ from stabilityguard.distributed.shards import ShardOf
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.groups import parameters_of
 from stabilityguard.guard import Guard
+from stabilityguard.guarded import Guarded
 from stabilityguard.lazy_state import only_creates_state
 from stabilityguard.measure.loss import scalar_loss
 from stabilityguard.measure.window import LossScale
 from stabilityguard.prepared import Prepared, base_of
-from stabilityguard.recover.state import Resumed, check_tracked
-from stabilityguard.report.records import SpikeReport, StepRecord
+from stabilityguard.recover.state import check_tracked
 from stabilityguard.report.sinks import Sink
 from stabilityguard.scaling import LossScaling, has_overflowed
 from stabilityguard.subject import OptimizerSubject
@@ -42,7 +42,7 @@ STATE_KEY = "stabilityguard"
 """Entry of the optimizer's ``state_dict`` that holds the guard's memory; an unguarded optimizer ignores it."""
 
 
-class GuardedOptimizer(Optimizer):
+class GuardedOptimizer(Guarded, Optimizer):
     """An optimizer that looks at the gradients before it lets ``base_optimizer`` use them.
 
     Norms are measured when a backward pass ends, before the user's next line, and compared per layer with a moving
@@ -227,36 +227,6 @@ class GuardedOptimizer(Optimizer):
         self._scaling.unscale(self._guard.window.reader, scale)
         return self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
 
-    # What the guard knows ---------------------------------------------------------------------------------------
-
-    @property
-    def last_record(self) -> StepRecord | None:
-        """The record of the last ``step()``; None before the first."""
-        return self._guard.chronicle.records[-1] if self._guard.chronicle.records else None
-
-    @property
-    def reports(self) -> list[SpikeReport]:
-        """Reports so far, oldest first; the newest hundred."""
-        return list(self._guard.chronicle.reports)
-
-    def veto(self, reason: str) -> None:
-        """Asks every rank to skip the coming step; it counts towards no budget. Not a collective."""
-        self._guard.veto(reason)
-
-    def resume(self) -> Resumed | None:
-        """Goes on from the newest clean checkpoint, or from the one that a stopped run has left; None without any.
-
-        Restores parameters, buffers, optimizer state, tracked objects, the guard's memory and, on as many ranks as
-        before, random generators. Call it on every rank, before the first step. Collective calls.
-
-        Raises:
-            ConfigurationError: there is no ``checkpoints=``.
-            CheckpointError: on all ranks, if there are checkpoints and none can be read; nothing was changed.
-        """
-        if self._guard.config.checkpoints is not None:
-            return self._guard.resume()
-        raise ConfigurationError("resume() needs checkpoints=CheckpointPolicy(directory=…)")
-
     def close(self) -> None:
         """Detaches every hook and closes the files; from then on ``step()`` is the base optimizer's.
 
@@ -266,12 +236,6 @@ class GuardedOptimizer(Optimizer):
             self._closed = True
             self._guard.close()
             self._prepared.hold(self.base_optimizer)
-
-    def __enter__(self) -> GuardedOptimizer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # The optimizer in front ---------------------------------------------------------------------------------------
 

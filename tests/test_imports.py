@@ -34,6 +34,7 @@ RANKS = [
         "stabilityguard.lazy_state",
         "stabilityguard.arguments",
         "stabilityguard.scaling",
+        "stabilityguard.guarded",
         "stabilityguard.prepared",
         "stabilityguard.optimizer",
         "stabilityguard.distributed.deepspeed",

@@ -309,6 +309,8 @@ WRAPPINGS = {
     "ddp": wrapped.ddp(),
     "fsdp1": wrapped.fsdp1("FULL_SHARD", use_orig_params=True),
     "fsdp2": wrapped.fsdp2(),
+    "hsdp": wrapped.hsdp(),
+    "tensor parallel": wrapped.tensor_parallel(),
 }
 
 

@@ -188,6 +188,19 @@ class Experts(nn.Module):
         return self.experts[dist.get_rank() % 2](torch.tanh(self.common(x))).square().mean()
 
 
+class Recalling(wrapped.Odd):
+    """A buffer that grows with every step, by more on every further rank."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach().mean(dim=1)[: dist.get_rank() + 1]])
+        return super().forward(x)
+
+
 def alone(model):
     return model
 
@@ -197,6 +210,7 @@ CASES = {
     "mixed precision": (wrapped.fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), {}),
     "offloaded": (wrapped.fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), {}),
     "statistics of one's own": (statistics_apart, {"make": with_statistics}),
+    "buffers of one's own size": (statistics_apart, {"make": Recalling}),
     "parameters of one's own": (alone, {"options": {"drift_check_every": 0}}),
     "frozen, ddp": (wrapped.ddp(find_unused_parameters=True), {"make": frozen, "optimizer": only_trainable}),
     "frozen, fsdp1": (

@@ -18,6 +18,7 @@ from tests.distributed.killed_job import (
     REMOVALS,
     ROOT,
     SIZES,
+    WRAPPINGS,
     arm,
     arm_at_random,
     attempt,
@@ -215,5 +216,5 @@ def test_a_job_that_has_gone_back_goes_on_like_one_that_was_never_disturbed(rank
     assert code == 0, shown
     for rank in range(ranks):
         told = json.loads((tmp_path / f"rollbacks_{rank}").read_text())
-        assert len(told) == (12 if ranks == 2 else 6)
+        assert len(told) == len(WRAPPINGS) * (4 if ranks == 2 else 2)
         assert all(outcome == [["rollback", 3], True] for outcome in told.values()), told

@@ -19,9 +19,9 @@ from stabilityguard.distributed.deepspeed.subject import EngineSubject
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import ConfigurationError, GradientSpikeError
 from stabilityguard.guard import Guard
+from stabilityguard.guarded import Guarded
 from stabilityguard.measure.window import LossScale
-from stabilityguard.recover.state import Resumed, check_tracked
-from stabilityguard.report.records import SpikeReport, StepRecord
+from stabilityguard.recover.state import check_tracked
 from stabilityguard.report.sinks import Sink, log
 
 BOOKS = "deepspeed"
@@ -69,7 +69,7 @@ def guard_engine(
     return EngineGuard(engine, partition, config, make_detector(detector, config), tracked, sinks, peers)
 
 
-class EngineGuard:
+class EngineGuard(Guarded):
     """Stands before the step that an engine takes on its model; see ``guard_engine``, which makes it."""
 
     def __init__(
@@ -133,34 +133,7 @@ class EngineGuard:
         factor = torch.tensor(scale, dtype=torch.float64)
         return LossScale(at_backward=factor, at_step=factor, found_inf=torch.zeros(()))
 
-    # What the guard knows ---------------------------------------------------------------------------------------
-
-    @property
-    def last_record(self) -> StepRecord | None:
-        """The record of the engine's last step on the model; None before the first."""
-        return self._guard.chronicle.records[-1] if self._guard.chronicle.records else None
-
-    @property
-    def reports(self) -> list[SpikeReport]:
-        """Reports so far, oldest first; the newest hundred."""
-        return list(self._guard.chronicle.reports)
-
-    def veto(self, reason: str) -> None:
-        """Asks every rank to skip the coming step; it counts towards no budget. Not a collective."""
-        self._guard.veto(reason)
-
-    def resume(self) -> Resumed | None:
-        """Goes on from the newest checkpoint that was left for that, as ``GuardedOptimizer.resume`` does.
-
-        Call it on every rank, before the first step. Collective calls.
-
-        Raises:
-            ConfigurationError: there is no ``checkpoints=``.
-            CheckpointError: on all ranks, if there are checkpoints and none can be read; nothing was changed.
-        """
-        if self._guard.config.checkpoints is not None:
-            return self._guard.resume()
-        raise ConfigurationError("resume() needs checkpoints=CheckpointPolicy(directory=…)")
+    # What the guard remembers ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard remembers, for the ``client_state`` of a checkpoint of the user's own."""
@@ -171,15 +144,9 @@ class EngineGuard:
         self._guard.load_state_dict(state)
 
     def close(self) -> None:
-        """Gives the engine its own step back, and closes the files. Not a collective."""
+        """Gives the engine its own step back, and closes the files. Waits for a checkpoint in the making."""
         if self._engine is not None:
             del self._engine._take_model_step
             delattr(self._engine, self._outer)
             self._guard.close()
             self._engine = None
-
-    def __enter__(self) -> EngineGuard:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
