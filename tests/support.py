@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from stabilityguard import GuardedOptimizer
+from stabilityguard import ConfigurationError, GuardedOptimizer
 from stabilityguard.distributed.shards import find_shards
 from stabilityguard.measure.layers import LayerTable
 
@@ -20,6 +20,17 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(torch.tanh(self.body(x))).square().mean()
+
+
+class Text(torch.utils.data.Dataset):
+    """Tokens for a causal language model, the same at every reading."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
 
 
 class Growing(Net):
@@ -102,3 +113,12 @@ def assert_same(first, second):
             assert_same(one, other)
     else:
         assert first == second
+
+
+def refusal(function):
+    """What a ConfigurationError of ``function`` says; None without one."""
+    try:
+        function()
+    except ConfigurationError as error:
+        return str(error)
+    return None

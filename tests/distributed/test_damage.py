@@ -13,11 +13,11 @@ import threading
 import pytest
 import torch
 
-from stabilityguard import CheckpointError, CheckpointPolicy, ConfigurationError, GradientSpikeError, GuardedOptimizer
+from stabilityguard import CheckpointError, CheckpointPolicy, GradientSpikeError, GuardedOptimizer
 from tests.distributed import wrapped
 from tests.distributed.ranks import run
 from tests.distributed.test_rollback import plain
-from tests.support import assert_same
+from tests.support import assert_same, refusal
 
 RANKS = 2
 
@@ -321,14 +321,6 @@ def test_what_lies_in_the_place_of_a_new_checkpoint_is_not_replaced(tmp_path):
 
 
 # Directories ---------------------------------------------------------------------------------------------------------
-
-
-def refusal(function):
-    try:
-        function()
-    except ConfigurationError as error:
-        return str(error)
-    return None
 
 
 def test_directories_that_differ_over_ranks_are_refused_on_all(tmp_path):

@@ -10,7 +10,6 @@ import torch
 
 from stabilityguard import (
     CheckpointPolicy,
-    ConfigurationError,
     GradientSpikeError,
     GuardedOptimizer,
 )
@@ -20,6 +19,7 @@ from tests.distributed import wrapped
 from tests.distributed.engine_trials import go, replay, through_faults
 from tests.distributed.engines import RANKS, Noisy, Trainer, fragments, settings, sgd, silence
 from tests.distributed.ranks import run
+from tests.support import refusal
 
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -320,14 +320,6 @@ def test_the_report_names_the_optimizer_and_its_settings_and_the_first_rank_alon
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
-
-
-def refusal(function):
-    try:
-        function()
-    except ConfigurationError as error:
-        return str(error)
-    return None
 
 
 def test_what_cannot_be_guarded_is_refused_with_the_reason():

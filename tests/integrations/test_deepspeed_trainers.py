@@ -13,6 +13,7 @@ from stabilityguard.integrations.huggingface import StabilityGuardCallback
 from tests.distributed import wrapped
 from tests.distributed.engines import RANKS, adamw, deepspeed, settings, silence
 from tests.distributed.ranks import run
+from tests.support import Text
 
 
 def prepare(rank):
@@ -55,15 +56,6 @@ def test_accelerate_is_told_of_a_skip_and_its_schedule_waits(stage):
 def test_an_accelerator_without_an_engine_is_refused():
     with pytest.raises(ConfigurationError, match=r"without DeepSpeed, guard the optimizer"):
         guard_accelerator(Accelerator(cpu=True))
-
-
-class Text(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class Poison(TrainerCallback):

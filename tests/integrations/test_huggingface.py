@@ -23,7 +23,7 @@ from stabilityguard import Budget, ConfigurationError, GradientSpikeError, Guard
 from stabilityguard.integrations.huggingface import StabilityGuardCallback
 from stabilityguard.testing import Faults
 from tests.distributed.ranks import run
-from tests.support import assert_same
+from tests.support import Text, assert_same
 
 SIZES = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -41,15 +41,6 @@ def llama():
 LAYERS = {gpt2: "transformer.h.1.mlp.c_proj", llama: "model.layers.1.mlp.down_proj"}
 
 families = pytest.mark.parametrize("family", [gpt2, llama])
-
-
-class Text(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 @pytest.fixture(autouse=True)
