@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from stabilityguard.errors import ConfigurationError
 
 NanAction = Literal["skip", "rollback", "raise"]
+CheckpointFormat = Literal["dcp", "deepspeed"]
 Moments = Literal["keep", "reset_trigger_layer"]
 
 
@@ -54,12 +55,22 @@ class CheckpointPolicy:
     asynchronous: bool = False
     """Whether files are written in the background, from a copy in host memory."""
 
+    format: CheckpointFormat = "dcp"
+    """``"dcp"``: files of torch.distributed.checkpoint; ``"deepspeed"``: besides them those of a DeepSpeed engine's own
+    ``save_checkpoint``, which does not write in the background, for DeepSpeed's tools."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", _path("CheckpointPolicy.directory", self.directory))
         _require_integer("CheckpointPolicy.every", self.every, minimum=1)
         _require_integer("CheckpointPolicy.keep", self.keep, minimum=1)
         _require_integer("CheckpointPolicy.quarantine", self.quarantine, minimum=0)
         _require_type("CheckpointPolicy.asynchronous", self.asynchronous, bool)
+        _require_choice("CheckpointPolicy.format", self.format, get_args(CheckpointFormat))
+        if self.format == "deepspeed" and self.asynchronous:
+            raise ConfigurationError(
+                "CheckpointPolicy.format='deepspeed' needs asynchronous=False, as the engine writes its files "
+                "itself, from its live state"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,14 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabilityguard.config import CheckpointFormat
 from stabilityguard.distributed.layout import Layout
 from stabilityguard.distributed.shards import Shard, ShardOf, find_shards, tied_names
+from stabilityguard.errors import ConfigurationError
 from stabilityguard.groups import are_parameters_of, parameters_of
 from stabilityguard.measure.gradients import GradientReader
 from stabilityguard.recover.buffers import BufferSlot
+from stabilityguard.recover.manifest import Exports
 from stabilityguard.recover.state import Stateful, TrainingState
 
 
@@ -42,6 +45,9 @@ class Subject(Protocol):
 
     def state(self, buffers: Mapping[str, BufferSlot], tracked: Mapping[str, Stateful]) -> TrainingState:
         """Reads and writes what is saved and restored together."""
+
+    def exports(self, checkpoint_format: CheckpointFormat) -> Exports:
+        """What writes that format besides DCP's files. Raises ConfigurationError where nothing can."""
 
     def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
         """Makes sure that no update will be made from the present gradients, of a skip or after a rollback."""
@@ -81,6 +87,12 @@ class OptimizerSubject:
     def state(self, buffers: Mapping[str, BufferSlot], tracked: Mapping[str, Stateful]) -> TrainingState:
         """Of the optimizer and its parameters."""
         return TrainingState(self.parameters(), buffers, self.optimizer, tracked)
+
+    def exports(self, checkpoint_format: CheckpointFormat) -> Exports:
+        """Nothing does."""
+        if checkpoint_format != "dcp":
+            raise ConfigurationError(f"CheckpointPolicy.format={checkpoint_format!r} is for guard_engine alone")
+        return {}
 
     def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
         """Sets them to zero; not removed: code that reads ``.grad`` after ``step()`` goes on working."""

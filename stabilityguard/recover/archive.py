@@ -17,7 +17,7 @@ from stabilityguard.distributed.checkpoint import Contents, together
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError, ConfigurationError
 from stabilityguard.recover.catalogue import Catalogue, Entry
-from stabilityguard.recover.manifest import Manifest, find, path_of, step_of
+from stabilityguard.recover.manifest import Exports, Manifest, find, path_of, step_of
 from stabilityguard.recover.writing import Job, remove, sweep, write_checkpoint
 
 log = logging.getLogger("stabilityguard")
@@ -33,13 +33,14 @@ class Archive:
     Args:
         policy: where, when and how.
         peers: the ranks. Background threads speak over a group of their own, made by a collective call.
+        exports: what else writes into a checkpoint.
 
     Raises:
         ConfigurationError: the directory cannot be written to, or the ranks do not share it.
     """
 
-    def __init__(self, policy: CheckpointPolicy, peers: Peers) -> None:
-        self.policy, self.peers = policy, peers
+    def __init__(self, policy: CheckpointPolicy, peers: Peers, exports: Exports) -> None:
+        self.policy, self.peers, self._exports = policy, peers, exports
         self._writers = peers.apart() if policy.asynchronous else peers
         self.directory = Path(policy.directory).absolute()
         self.job: Job | None = None
@@ -105,7 +106,7 @@ class Archive:
 
     def _run(self, job: Job, peers: Peers) -> None:
         try:
-            write_checkpoint(job, self.directory, peers)
+            write_checkpoint(job, self.directory, peers, self._exports)
         except Exception as error:  # the group's own errors included: the next all-reduce meets a lost rank, too
             job.problem = str(error)
 

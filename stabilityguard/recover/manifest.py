@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,12 @@ CHUNK = 1 << 20
 """Bytes of a file that are digested at once."""
 
 State = Literal["verified", "clean"]
+
+Export = Callable[[Path], None]
+"""Writes the state, as others keep it, into a new directory that all ranks see. Collective calls."""
+
+Exports = Mapping[str, Export]
+"""By the name of the directory within a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from stabilityguard.distributed.checkpoint import Contents, together, with_own_copies, write
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError
-from stabilityguard.recover.manifest import FileEntry, Manifest, describe, path_of, sync_directory
+from stabilityguard.recover.manifest import Export, Exports, FileEntry, Manifest, describe, path_of, sync_directory
 
 UNFINISHED: Final = ".unfinished-"
 """How the names of directories begin that are being written to."""
@@ -46,8 +46,8 @@ class Job:
         return self.thread is None or not self.thread.is_alive()
 
 
-def write_checkpoint(job: Job, directory: Path, peers: Peers) -> None:
-    """Writes what the ranks hold into ``directory``. Collective calls.
+def write_checkpoint(job: Job, directory: Path, peers: Peers, exports: Exports) -> None:
+    """Writes what the ranks hold into ``directory``, and ``exports`` into directories in it. Collective calls.
 
     Raises:
         CheckpointError: on all ranks, if one failed; what was there before is untouched.
@@ -59,6 +59,8 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers) -> None:
     path = Path(together(peers, "making a directory", lambda: _make_directory(directory, peers))[0])
     try:
         names = write(path, contents, peers)
+        for name, export in exports.items():
+            names += _exported(path / name, export, peers)
         described = together(peers, "digesting", lambda: {name: describe(path / name) for name in names})
         files = {name: entry for of_rank in described for name, entry in of_rank.items()}
         together(peers, "publishing", lambda: _publish(job, path, files, elements, peers))
@@ -66,6 +68,13 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers) -> None:
         if peers.place == 0:
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def _exported(path: Path, export: Export, peers: Peers) -> list[str]:
+    """Lets ``export`` write into ``path``; this rank's share of the names of the files, with the directory's."""
+    together(peers, f"writing {path.name}", lambda: export(path))
+    found = sorted(file.relative_to(path.parent).as_posix() for file in path.rglob("*") if file.is_file())
+    return found[peers.place :: len(peers)]
 
 
 def _make_directory(directory: Path, peers: Peers) -> str:

@@ -16,7 +16,7 @@ from tests.support import assert_same
 
 def archive(directory, **options):
     policy = {"directory": str(directory), "keep": 2, "quarantine": 1, **options}
-    return Archive(CheckpointPolicy(**policy), ALONE)
+    return Archive(CheckpointPolicy(**policy), ALONE, {})
 
 
 TENSORS = {

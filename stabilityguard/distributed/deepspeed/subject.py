@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabilityguard.config import CheckpointFormat
+from stabilityguard.distributed.deepspeed.export import exports_of
 from stabilityguard.distributed.deepspeed.partition import Partition
 from stabilityguard.distributed.deepspeed.state import Books, EngineState
 from stabilityguard.distributed.layout import Layout
@@ -17,6 +19,7 @@ from stabilityguard.distributed.shards import Shard, find_shards, tied_names
 from stabilityguard.errors import StabilityGuardError
 from stabilityguard.measure.gradients import GradientReader
 from stabilityguard.recover.buffers import BufferSlot
+from stabilityguard.recover.manifest import Exports
 from stabilityguard.recover.state import Stateful, TrainingState
 
 
@@ -78,6 +81,10 @@ class EngineSubject:
     def state(self, buffers: Mapping[str, BufferSlot], tracked: Mapping[str, Stateful]) -> TrainingState:
         """Of this rank's fragments."""
         return EngineState(self._partition, buffers, tracked)
+
+    def exports(self, checkpoint_format: CheckpointFormat) -> Exports:
+        """The engine's own files, if asked for."""
+        return exports_of(self._engine) if checkpoint_format == "deepspeed" else {}
 
     def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
         """Has the engine skip its step: as it does by itself, with its loss scale, where it sees an overflow.
