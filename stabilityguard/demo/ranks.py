@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+GLOO_NEEDS = 0.5
+"""Seconds, ample, in which its threads release the last tensors; an interpreter that ends meanwhile aborts."""
 
 
 @contextmanager
@@ -20,8 +24,8 @@ def joined() -> Iterator[None]:
     else:
         dist.init_process_group("gloo")
     yield  # after an error nothing more: other ranks may be waiting in a collective
-    dist.barrier()  # gloo's threads need the interpreter to release the last call's tensors
     dist.destroy_process_group()
+    time.sleep(GLOO_NEEDS)
 
 
 def rank() -> int:

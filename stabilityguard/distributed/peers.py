@@ -93,7 +93,7 @@ class Peers:
         One that ends before they have done so aborts the process.
         """
         if self._group is not None:
-            time.sleep(0.01)
+            time.sleep(0.1)
 
     @contextlib.contextmanager
     def sharing_errors(self, doing: str) -> Iterator[None]:
