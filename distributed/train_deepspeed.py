@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does without it
     deepspeed.init_distributed()
     train(options)
-    torch.distributed.destroy_process_group()
+    ranks.leave()
     return 0
 
 

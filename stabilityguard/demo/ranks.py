@@ -24,6 +24,11 @@ def joined() -> Iterator[None]:
     else:
         dist.init_process_group("gloo")
     yield  # after an error nothing more: other ranks may be waiting in a collective
+    leave()
+
+
+def leave() -> None:
+    """Ends what the ranks have in common, at the end of the process."""
     dist.destroy_process_group()
     time.sleep(GLOO_NEEDS)
 
