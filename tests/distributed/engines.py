@@ -93,7 +93,9 @@ class Trainer:
         """The step on batch ``number``; ``factor`` is this rank's loss's, ``before`` is called before the update."""
         losses = []
         for micro in range(self.accumulation):
-            x = wrapped.rows(1000 * number + micro, self.rank, RANKS).to(DTYPES[self.dtype])
+            x = wrapped.rows(1000 * number + micro, self.rank, torch.distributed.get_world_size()).to(
+                DTYPES[self.dtype]
+            )
             loss = self.engine(x if factor is None else x * factor)
             self.engine.backward(loss)
             if before is not None and micro == self.accumulation - 1:

@@ -51,6 +51,16 @@ def test_a_bad_step_is_skipped_bit_for_bit_and_a_healthy_one_is_the_engines_own(
     assert error < (2e-2 if "bf16" in configuration else 1e-6)
 
 
+def test_four_ranks_decide_alike(tmp_path):
+    told, error = through_faults(CONFIGURATIONS["3 fp32, offload"], ranks=4)
+    assert [(action, kind, ranks) for action, kind, ranks in told if action == "skip"] == [
+        ("skip", "spike", (1,)),
+        ("skip", "nan", (1,)),
+    ]
+    assert error < 1e-6
+    assert run(4, replay, CONFIGURATIONS["2 fp32"], tmp_path, ["disk"]) == [{"disk": [True, True]}] * 4
+
+
 @pytest.mark.parametrize("name", ["2 fp32", "3 bf16, 3 micro-batches"])
 def test_the_layer_and_the_rank_of_a_corrupted_shard_are_named(name):
     def job(rank):
