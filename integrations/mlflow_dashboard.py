@@ -21,6 +21,7 @@ CHARTS = {
     "Skipped steps so far": metrics.SKIPPED_TOTAL,
     "Rollbacks so far": metrics.ROLLBACKS_TOTAL,
     "Spread of losses over ranks": metrics.LOSS_SPREAD,
+    "Milliseconds that the guard took": metrics.OVERHEAD_MS,
 }
 
 STYLE = (

@@ -17,6 +17,7 @@ LAYOUT = {
         "skipped and rolled back so far": ["Multiline", [metrics.SKIPPED_TOTAL, metrics.ROLLBACKS_TOTAL]],
         "layers": ["Multiline", [f"{metrics.LAYER}.*"]],
         "spread of losses over ranks": ["Multiline", [metrics.LOSS_SPREAD]],
+        "milliseconds that the guard took": ["Multiline", [metrics.OVERHEAD_MS]],
     }
 }
 

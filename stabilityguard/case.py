@@ -55,7 +55,9 @@ class Outcome(Generic[T]):
     buffers: BufferTraces = field(default_factory=BufferTraces)
 
 
-def make_record(case: Case, table: LayerTable, ranks: Sequence[int], *, restored_step: int | None) -> StepRecord:
+def make_record(
+    case: Case, table: LayerTable, ranks: Sequence[int], *, restored_step: int | None, overhead_ms: float
+) -> StepRecord:
     """The record of a case that was acted on; ``ranks`` are the peers' global ones."""
     diagnosis, statistics, verdict = case.diagnosis, case.statistics, case.verdict
     readings = LayerReadings(
@@ -82,6 +84,7 @@ def make_record(case: Case, table: LayerTable, ranks: Sequence[int], *, restored
         bad_ranks=_bad_ranks(case, table, ranks),
         restored_step=restored_step,
         lr=case.lr,
+        overhead_ms=overhead_ms,
         layers=readings,
     )
 

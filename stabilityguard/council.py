@@ -17,6 +17,7 @@ from stabilityguard.distributed.drift import check_replicas, checksums
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import ConfigurationError
 from stabilityguard.inquest import Readings, Testimony, read, settle, testify
+from stabilityguard.measure.stopwatch import Stopwatch
 from stabilityguard.measure.window import GradientWindow, Sight, shares_of
 
 
@@ -75,15 +76,21 @@ class Council:
         window: this rank's gradients.
         witness: what else this rank knows when something is wrong: the fields of ``Evidence`` beside norms.
         drift_check_every: steps between two comparisons of replicated parameters; 0 for none.
+        stopwatch: pauses while it waits for the others' sums.
     """
 
     def __init__(
-        self, peers: Peers, window: GradientWindow, witness: Callable[[], Mapping[str, Any]], drift_check_every: int
+        self,
+        peers: Peers,
+        window: GradientWindow,
+        witness: Callable[[], Mapping[str, Any]],
+        drift_check_every: int,
+        stopwatch: Stopwatch,
     ) -> None:
         self.peers = peers
         self._window, self._witness, self._drift_check_every = window, witness, drift_check_every
         self._census, self._shards = window.table.census, window.table.shards
-        self._consensus = Consensus(self._census, peers)
+        self._consensus = Consensus(self._census, peers, stopwatch.paused)
 
     def agree(self, sight: Sight, loss: Tensor | None, ballot: Ballot) -> Deliberation:
         """Adds up what all ranks have seen. A collective: one all-reduce; waits for one copy to the host.

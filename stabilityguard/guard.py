@@ -17,11 +17,12 @@ from stabilityguard.detect.statistics import Statistics
 from stabilityguard.distributed.consensus import Ballot
 from stabilityguard.distributed.join import JoinedRank
 from stabilityguard.distributed.peers import ALONE, Peers
-from stabilityguard.errors import CheckpointError, StabilityGuardError
+from stabilityguard.errors import CheckpointError
 from stabilityguard.groups import learning_rate
 from stabilityguard.measure.forward import ForwardObserver
 from stabilityguard.measure.layers import LayerTable
 from stabilityguard.measure.modules import leaves_gradients_to_the_end, reduces_in_groups
+from stabilityguard.measure.stopwatch import Stopwatch
 from stabilityguard.measure.window import GradientWindow, LossScale, Sight
 from stabilityguard.memory import Memory
 from stabilityguard.recover.breaker import Breaker
@@ -62,7 +63,7 @@ class Guard:
         self.peers = peers
         self.deliberation: Deliberation
         self.chronicle = Chronicle(sinks, config, peers)
-        self._subject = subject
+        self._subject, self._stopwatch = subject, Stopwatch()
         self._detector, self._tracked = detector, tracked
         self._breaker = Breaker(nan_action=config.nan_action, budget=config.budget)
         self._had_joined = self._in_step = False
@@ -94,14 +95,16 @@ class Guard:
             GradientSpikeError: the policy ends in raising; nothing was changed.
             DisagreementError: the ranks are not in one state, or their replicas are not.
         """
-        self._check_surroundings()
-        self._begin()
-        self._checkpoints.write()
-        statistics = self.measure(loss, scale)
-        try:
-            return self._settle(statistics, update)
-        except BadEvaluation as fault:
-            return self._settle(fault.statistics, update)
+        with self._stopwatch.running():
+            self.window.refuse_consumed()
+            self.check_parameters()
+            self._begin()
+            self._checkpoints.write()
+            statistics = self.measure(loss, scale)
+            try:
+                return self._settle(statistics, update)
+            except BadEvaluation as fault:
+                return self._settle(fault.statistics, update)
 
     def shadow_step(self) -> None:
         """Takes part in a step that other ranks make, as a rank that has run out of data: nothing is updated here."""
@@ -161,7 +164,10 @@ class Guard:
         except CheckpointError as error:  # nothing was changed
             case = case.ending_in(error)
             outcome = self._act(case, update)
-        record = make_record(case, self.window.table, self.peers.ranks, restored_step=outcome.restored_step)
+        overhead = self._stopwatch.take()
+        record = make_record(
+            case, self.window.table, self.peers.ranks, restored_step=outcome.restored_step, overhead_ms=overhead
+        )
         self._memory.note(record)
         report = None
         if case.decision.is_trip:
@@ -200,7 +206,8 @@ class Guard:
         outcome: Outcome[T] = Outcome()
         if case.decision.action == "step":
             self._recovery.fence()
-            outcome = Outcome(result=update(case.statistics))
+            with self._stopwatch.paused():
+                outcome = Outcome(result=update(case.statistics))
             self._memory.learn(case)
             self._recovery.applied(case.step, self._memory.state_dict)
         elif case.decision.action == "skip":
@@ -235,14 +242,6 @@ class Guard:
         self.window.forget()
         if self._joined_rank is not None:
             self._joined_rank.forget()
-
-    def _check_surroundings(self) -> None:
-        if self.window.consumed:
-            raise StabilityGuardError(
-                "backward ended with every gradient gone: a hook updates the parameters and clears their gradients "
-                "inside backward, where nothing can stand before the update; call optimizer.step() afterwards instead"
-            )
-        self.check_parameters()
 
     def check_parameters(self) -> None:
         """Looks whether the parameters are others; layers keep their history, snapshots are given up.
@@ -305,8 +304,15 @@ class Guard:
             sees_own=len(self.peers) > 1 and leaves_gradients_to_the_end(model),
             in_order=not reduces_in_groups(model),
             find=self._subject.find_gradients,
+            stopwatch=self._stopwatch,
         )
-        self._council = Council(self.peers, self.window, self._witness, self.config.drift_check_every)
+        self._council = Council(
+            self.peers,
+            self.window,
+            lambda: {**self._forward.testimony(), "veto": self._veto},
+            self.config.drift_check_every,
+            self._stopwatch,
+        )
         if keeps_recovery:
             return
         slots = owned_buffers(model, self._parameters)
@@ -334,14 +340,6 @@ class Guard:
         self._forward.backward_ended()
         if self._joined_rank is not None:
             self._joined_rank.backward_ended()
-
-    def _witness(self) -> dict[str, Any]:
-        """What this rank knows of a bad step, beside its gradients."""
-        return {
-            "bad_inputs": self._forward.saw_bad_inputs(),
-            "batches": self._forward.describe_batches(),
-            "veto": self._veto,
-        }
 
     def _begin(self) -> None:
         """Copies the state that the user hands over; before the first forward where that can be seen."""

@@ -17,7 +17,8 @@ writer each, since sums over ranks cancel (inf - inf) and round. Whole numbers u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -151,10 +152,12 @@ class Agreement:
 
 
 class Consensus:
-    """Packs, adds up and unpacks the vector for one census."""
+    """Packs, adds up and unpacks the vector for one census; ``waiting`` is entered to wait for ranks and device."""
 
-    def __init__(self, census: Census, peers: Peers) -> None:
-        self._peers, self._layers = peers, len(census.layers)
+    def __init__(
+        self, census: Census, peers: Peers, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._peers, self._layers, self._waiting = peers, len(census.layers), waiting
         members = [len(replicas.members) for replicas in census.replicas] if len(peers) > 1 else []
         elements = census.partial_elements
         spreads = self._layers if census.is_reduced_by_hand else 0
@@ -183,7 +186,8 @@ class Consensus:
         if len(self._peers) == 1 and shares.left.device.type == "cpu" and shares.left_raw is None:
             return self._agree_alone(shares, ballot)
         vector = self._pack(shares, ballot, checksums)
-        self._peers.all_reduce(vector, f"agreeing on step {ballot.step}")
+        with self._waiting():
+            self._peers.all_reduce(vector, f"agreeing on step {ballot.step}")
         return self._unpack(vector)
 
     def _agree_alone(self, shares: Shares, ballot: Ballot) -> Agreement:
@@ -248,7 +252,8 @@ class Consensus:
             self._layer_of_element = self._layer_of_element.to(vector.device)  # moves once
             left.index_add_(0, self._layer_of_element, left_raw.square())
             found.index_add_(0, self._layer_of_element, found_raw.square())
-        left, found, present, left_spread, found_spread, sums, rows = _to_host([*fields[:5], *fields[7:]])
+        with self._waiting():
+            left, found, present, left_spread, found_spread, sums, rows = _to_host([*fields[:5], *fields[7:]])
         reduced = self._find_reduced(left, found, present, left_spread, found_spread)
         self._complete(left, found, present)
         checksums = torch.split(sums.long(), self._members) if self._members else ()

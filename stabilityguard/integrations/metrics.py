@@ -35,6 +35,9 @@ NONFINITE_LAYERS = "sg/nonfinite_layers"
 LOSS_SPREAD = "sg/loss_spread"
 """Largest loss of a rank less the smallest; missing with one rank, or where fewer than two ranks know a loss."""
 
+OVERHEAD_MS = "sg/overhead_ms"
+"""Milliseconds that the guard took on the first rank; see ``StepRecord.overhead_ms``."""
+
 LAYER = "sg/layer/"
 """Begins the name of a layer's L2 norm; the layer's qualified name follows."""
 
@@ -57,6 +60,7 @@ def numbers_of(record: StepRecord, tally: Tally, *, tripped: bool) -> dict[str, 
         NONFINITE_LAYERS: float(len(layers.nan) + len(layers.inf)),
     }
     optional = {RATIO_MAX: largest_finite_ratio(layers), LOSS_SPREAD: loss_spread(record)}
+    optional[OVERHEAD_MS] = record.overhead_ms
     return numbers | {name: value for name, value in optional.items() if value is not None}
 
 

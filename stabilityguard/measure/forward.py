@@ -60,7 +60,15 @@ class ForwardObserver:
         """Mean loss since the last step as a 0-dim float64 tensor on the device, or None."""
         return self._losses.take()
 
-    def describe_batches(self) -> list[list[dict[str, Any]]]:
+    def testimony(self) -> dict[str, Any]:
+        """What is known of the step's micro-batches. Waits for the device."""
+        return {"bad_inputs": self._saw_bad_inputs(), "batches": self._describe_batches()}
+
+    def forget_batches(self) -> None:
+        """Lets go of the inputs of the step that ended."""
+        self._batches.clear()
+
+    def _describe_batches(self) -> list[list[dict[str, Any]]]:
         """Shapes and fingerprints of the micro-batches since the last step. Waits for the device."""
         described = []
         for args, kwargs in self._batches:
@@ -68,15 +76,11 @@ class ForwardObserver:
                 described.append(describe_batch(args, kwargs))
         return described
 
-    def saw_bad_inputs(self) -> bool:
+    def _saw_bad_inputs(self) -> bool:
         """Whether one of those micro-batches held NaN or Inf. Waits for the device."""
         with contextlib.suppress(Exception):
             return any(has_bad_values(args, kwargs) for args, kwargs in self._batches)
         return False
-
-    def forget_batches(self) -> None:
-        """Lets go of the inputs of the step that ended."""
-        self._batches.clear()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._before_next is not None and module.training and torch.is_grad_enabled():

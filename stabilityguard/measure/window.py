@@ -11,9 +11,11 @@ from torch import Tensor
 
 from stabilityguard.detect.statistics import Finding
 from stabilityguard.distributed.consensus import Shares
+from stabilityguard.errors import StabilityGuardError
 from stabilityguard.measure.backward import EndOfBackward
 from stabilityguard.measure.gradients import Glance, GradientReader, Measurement
 from stabilityguard.measure.layers import LayerTable
+from stabilityguard.measure.stopwatch import Stopwatch
 
 HALF_ROUNDING = 5e-3
 """Relative error that dividing 16-bit gradients may leave in a squared norm: bfloat16 has 8 bits."""
@@ -80,6 +82,7 @@ class GradientWindow:
         in_order: whether autograd reaches the parameters in the order of the layers' use.
         find: where the gradients are at ``step()``, for those who keep them elsewhere than in ``.grad``; there is then
             nothing to measure at the end of backward.
+        stopwatch: runs meanwhile.
     """
 
     def __init__(
@@ -90,12 +93,13 @@ class GradientWindow:
         sees_own: bool = False,
         in_order: bool = True,
         find: Callable[[], list[Tensor | None]] | None = None,
+        stopwatch: Stopwatch,
     ) -> None:
         self.table = table
+        self._stopwatch = stopwatch
         self.reader = GradientReader(table, find)
         self._measures_backward = find is None
-        self.consumed = False
-        """Whether the last backward pass ended with every gradient gone: something steps inside backward."""
+        self._consumed = False
         self._on_backward_end = on_backward_end
         self._trigger = EndOfBackward(table, self._backward_ended, self._backward_ending if sees_own else None)
         self._left: _Look | None = None
@@ -110,6 +114,14 @@ class GradientWindow:
     def follow_requires_grad(self) -> None:
         """Sets the hooks anew where parameters were frozen or unfrozen."""
         self._trigger.follow_requires_grad()
+
+    def refuse_consumed(self) -> None:
+        """Raises StabilityGuardError if the last backward pass ended with every gradient gone."""
+        if self._consumed:
+            raise StabilityGuardError(
+                "backward ended with every gradient gone: a hook updates the parameters and clears their gradients "
+                "inside backward, where nothing can stand before the update; call optimizer.step() afterwards instead"
+            )
 
     def forget(self) -> None:
         """Drops what was measured: these gradients will not be stepped on."""
@@ -180,18 +192,20 @@ class GradientWindow:
 
     @torch.no_grad()
     def _backward_ending(self) -> None:
-        self._own = self.reader.glance()
+        with self._stopwatch.running():
+            self._own = self.reader.glance()
 
     @torch.no_grad()
     def _backward_ended(self) -> None:
         self._passes += 1
-        if self._measures_backward:
-            self._measure()
-        self._on_backward_end()
+        with self._stopwatch.running():
+            if self._measures_backward:
+                self._measure()
+            self._on_backward_end()
 
     def _measure(self) -> None:
         measurement = self.reader.read()
-        self.consumed = not measurement.has_gradients and bool(self.table.held)
+        self._consumed = not measurement.has_gradients and bool(self.table.held)
         on_cpu = measurement.squares.device.type == "cpu"
         findings = self._examine(measurement, self._fired) if on_cpu else None
         self._left = _Look(measurement=measurement, findings=findings)

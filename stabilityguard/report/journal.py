@@ -145,6 +145,7 @@ def _line(record: StepRecord) -> dict[str, Any]:
         "trigger_layer": record.trigger_layer,
         "loss": record.loss,
         "lr": record.lr,
+        "overhead_ms": None if record.overhead_ms is None else round(record.overhead_ms, 3),
         "restored_step": record.restored_step,
         "bad_ranks": list(record.bad_ranks) if len(record.rank_losses) > 1 and record.bad_ranks else None,
     }

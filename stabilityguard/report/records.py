@@ -95,6 +95,10 @@ class StepRecord:
     lr: float | None = None
     """Learning rate of the first parameter group when ``step()`` was called."""
 
+    overhead_ms: float | None = field(default=None, repr=False, compare=False)
+    """Milliseconds of wall time that the guard took on this rank, at the end of backward and in ``step()``; the update,
+    and waiting for the device and for other ranks' sums, left out."""
+
     layers: LayerReadings = field(repr=False, compare=False)
     """The readings behind the properties below."""
 

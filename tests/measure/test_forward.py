@@ -288,14 +288,14 @@ def test_only_the_newest_micro_batches_are_held():
     observer = ForwardObserver(model)
     for rows in range(1, HELD_BATCHES + 4):
         model(batch(1, rows=rows))
-    assert [micro[0]["shape"][0] for micro in observer.describe_batches()] == list(range(4, HELD_BATCHES + 4))
+    assert [micro[0]["shape"][0] for micro in observer.testimony()["batches"]] == list(range(4, HELD_BATCHES + 4))
 
 
 def test_batches_given_by_keyword_are_described():
     model = Net()
     observer = ForwardObserver(model)
     model(x=batch(1))
-    assert [[entry["name"] for entry in micro] for micro in observer.describe_batches()] == [["x"]]
+    assert [[entry["name"] for entry in micro] for micro in observer.testimony()["batches"]] == [["x"]]
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "bad"])
@@ -337,7 +337,7 @@ def test_closing_removes_the_hooks():
     assert not model._forward_pre_hooks
     model(batch(1)).backward()
     assert observer.take_loss() is None
-    assert observer.describe_batches() == []
+    assert observer.testimony()["batches"] == []
 
 
 def test_an_observer_that_is_gone_does_not_disturb_the_model():
