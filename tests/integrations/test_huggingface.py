@@ -58,13 +58,13 @@ def callback(**options):
 
 def make_trainer(family=gpt2, callbacks=(), *, optimizers=(None, None), model=None, **options):
     torch.manual_seed(0)
-    options = {"max_steps": 12, "gradient_accumulation_steps": 2, "save_strategy": "no", "logging_steps": 3, **options}
+    options = {"save_strategy": "no", "logging_steps": 3, "report_to": [], **options}
+    options = {"max_steps": 12, "gradient_accumulation_steps": 2, **options}
     arguments = TrainingArguments(
         output_dir="out",
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         use_cpu=True,
-        report_to=[],
         disable_tqdm=True,
         **options,
     )
