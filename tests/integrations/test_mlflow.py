@@ -333,6 +333,17 @@ def test_the_dashboard_of_a_run_without_a_bridge_says_so(server, active):
         dashboard["page"](mlflow.MlflowClient(tracking_uri=server.uri), active)
 
 
+def test_one_spike_does_not_flatten_a_chart_and_a_lone_point_is_seen():
+    dashboard = runpy.run_path(str(Path(__file__).parents[2] / "integrations" / "mlflow_dashboard.py"))
+    heights, chart = dashboard["heights"], dashboard["chart"]
+    assert heights([1.0, 10.0, 1000.0]) == pytest.approx([0, 1 / 3, 1])
+    assert heights([0.0, 10.0, 1000.0]) == pytest.approx([0, 0.01, 1])
+    assert heights([0.001, 2.0005, 4.0]) == pytest.approx([0, 0.5, 1])
+    assert heights([5.0, 5.0]) == [0, 0]
+    assert ">log<" in chart([(1, 1.0), (2, 1.0), (3, 1000.0)], [3], 1, 3)
+    assert chart([(3, 1.0)], [], 1, 9).count("<circle") == 1
+
+
 def test_names_are_put_in_characters_that_mlflow_takes():
     assert allowed("sg/layer/transformer.h.11.mlp") == "sg/layer/transformer.h.11.mlp"
     assert allowed("sg/layer/weiß[0]*") == "sg/layer/wei__0__"
