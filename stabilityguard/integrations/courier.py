@@ -13,6 +13,9 @@ log = logging.getLogger("stabilityguard")
 
 T = TypeVar("T")
 
+GATHERING = 1.0
+"""Seconds in which things gather that go at once: a request takes milliseconds from training, however much is in it."""
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two tries to reach a server; each pause is twice the one before."""
 
@@ -76,6 +79,7 @@ class Courier(Generic[T]):
     def _take(self) -> list[T] | None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._is_closing)
+            self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._is_closing, GATHERING)
             things = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
             self._in_hand = len(things)
         return things or None

@@ -26,6 +26,7 @@ class Door:
 @pytest.fixture
 def door(monkeypatch):
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "GATHERING", 0.01)
     return Door()
 
 
@@ -50,6 +51,17 @@ def test_all_arrives_in_order_in_batches(door, caplog):
     assert door.taken == list(range(95))
     assert door.tries <= 11
     assert (courier.dropped, caplog.records) == (0, [])
+
+
+def test_what_comes_within_the_time_of_gathering_goes_at_once(door, monkeypatch):
+    monkeypatch.setattr(module, "GATHERING", 60.0)
+    courier = courier_to(door)
+    for number in range(15):
+        courier.put(number)
+    wait_until(lambda: door.taken == list(range(10)))  # a whole batch waits no longer
+    courier.close(10)
+    assert door.taken == list(range(15))
+    assert door.tries == 2
 
 
 def test_what_fails_is_tried_again_with_one_warning(door, caplog):
