@@ -125,6 +125,24 @@ def test_a_healthy_run_is_bit_for_bit_that_without_a_guard(family, options):
     assert guarded.state.log_history[-2]["grad_norm"] == bare.state.log_history[-2]["grad_norm"]
 
 
+def test_gradients_that_are_zero_all_the_time_neither_trip_nor_divide_by_zero():
+    class Detached(GPT2LMHeadModel):
+        def forward(self, **inputs):
+            output = super().forward(**inputs)
+            output.loss = output.loss * 0.0 + 3.0
+            return output
+
+    guarding = callback()
+    model = Detached(gpt2().config)
+    trainer = train(
+        make_trainer(callbacks=[guarding], model=model, max_steps=50, logging_steps=50, remove_unused_columns=False)
+    )
+    record = guarding.guard.last_record
+    assert (record.step, record.action, record.global_norm, record.ratio) == (50, "step", 0.0, None)
+    assert guarding.guard.reports == []
+    assert trainer.state.log_history[0]["grad_norm"] == 0.0
+
+
 def test_norms_are_from_before_the_trainers_clipping():
     guarding = callback()
     trainer = train(make_trainer(callbacks=[guarding], max_grad_norm=1e-3, logging_steps=1, max_steps=3))

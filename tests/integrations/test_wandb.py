@@ -13,6 +13,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
+from stabilityguard import SnapshotPolicy
 from stabilityguard.integrations.wandb import WandBBridge
 from tests.report.test_sinks import nan_at
 from tests.support import Net, assert_same, guard, train
@@ -156,6 +157,20 @@ def test_a_user_who_logs_without_steps_seldom_gets_maxima_and_counts(bridge):
     finite = [[norm for norm in norms[start : start + 10] if norm == norm] for start in range(0, 100, 10)]
     assert log.column("sg/grad_norm") == [pytest.approx(max(ten)) for ten in finite]
     assert log.column("sg/step") == list(range(10, 101, 10))
+
+
+def test_after_a_rollback_no_row_is_lost_as_the_guards_count_goes_on(bridge):
+    bridge()
+    run, model = begin(), Net()
+    policy = SnapshotPolicy(every=2, keep=2, quarantine=1)
+    optimizer = guard(model, nan_action="rollback", snapshots=policy)
+    for step in range(1, 13):
+        train(model, optimizer, [step], spoil=nan_at(8))
+        run.log({"loss": float(step)})
+    assert optimizer.reports[0].record.restored_step == 6
+    log = finished(run)
+    assert log.column("sg/step") == log.column("loss") == list(range(1, 13))
+    assert log.column("sg/rollbacks_total") == [0] * 7 + [1] * 5
 
 
 def test_what_happens_before_the_run_is_opened_and_after_the_last_row_is_not_lost(bridge):
