@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stabilityguard import GradientSpikeError, SnapshotPolicy
+from stabilityguard import CheckpointPolicy, GradientSpikeError, SnapshotPolicy
 from stabilityguard.distributed.deepspeed import guard_engine
 from tests.distributed import wrapped
 from tests.distributed.engines import RANKS, Trainer, adamw, deepspeed, held, settings, silence
@@ -165,20 +165,23 @@ class Experts(nn.Module):
         return self.head(x).square().mean() + 0.01 * balance
 
 
+def make_experts(stage, **options):
+    silence()
+    torch.manual_seed(0)
+    model = Experts()
+    groups = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "all"}
+    )
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=settings(stage)
+    )
+    return engine, guard_engine(engine, verbose=False, **options)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_experts_of_one_name_are_told_apart(stage):
     def job(rank):
-        silence()
-        torch.manual_seed(0)
-        model = Experts()
-        groups = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(model.parameters()), "name": "all"}
-        )
-        configuration = settings(stage)
-        engine, _, _, _ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=configuration
-        )
-        guard = guard_engine(engine, verbose=False, nan_action="skip")
+        engine, guard = make_experts(stage, nan_action="skip")
         for number in (1, 2):
             engine.backward(engine(wrapped.rows(number, rank, RANKS)))
             if number == 1:
@@ -196,6 +199,32 @@ def test_experts_of_one_name_are_told_apart(stage):
     assert first[0] == "skip"
     assert "experts" in first[1]
     assert first[2:] == ((1,), True)
+
+
+@pytest.mark.parametrize("place", ["ram", "disk"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_experts_go_back_on_every_rank_bit_for_bit(stage, place, tmp_path):
+    if place == "ram":
+        options = {"snapshots": SnapshotPolicy(every=2, keep=2, quarantine=1)}
+    else:
+        options = {"snapshots": False, "checkpoints": CheckpointPolicy(directory=str(tmp_path), every=2, quarantine=1)}
+
+    def train(rank, numbers, bad=None, **options):
+        engine, guard = make_experts(stage, **options)
+        for number in numbers:
+            factor = torch.nan if (number, rank) == (bad, 1) else 1.0
+            engine.backward(engine(wrapped.rows(number, rank, RANKS)) * factor)
+            engine.step()
+        restored = [report.record.restored_step for report in guard.reports]
+        guard.close()
+        return restored, {name: tensor.detach().clone() for name, tensor in held(engine).items()}
+
+    def job(rank):
+        restored, after = train(rank, range(1, 8), bad=4, nan_action="rollback", **options)
+        _, calm = train(rank, [1, 2, 5, 6, 7])
+        return restored, after.keys() == calm.keys(), all(torch.equal(after[name], calm[name]) for name in calm)
+
+    assert run(RANKS, job) == [([2], True, True)] * RANKS
 
 
 # What is documented ---------------------------------------------------------------------------------------------------
