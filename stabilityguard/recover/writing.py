@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -16,7 +17,7 @@ import torch
 from stabilityguard.distributed.checkpoint import Contents, together, with_own_copies, write
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError
-from stabilityguard.recover.manifest import Export, Exports, FileEntry, Manifest, describe, path_of, sync_directory
+from stabilityguard.recover.manifest import Exports, FileEntry, Manifest, describe, path_of, sync_directory
 
 UNFINISHED: Final = ".unfinished-"
 """How the names of directories begin that are being written to."""
@@ -60,8 +61,8 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers, exports: Exports) 
     try:
         names = write(path, contents, peers)
         for name, export in exports.items():
-            names += _exported(path / name, export, peers)
-        described = together(peers, "digesting", lambda: {name: describe(path / name) for name in names})
+            together(peers, f"writing {name}", partial(export, path / name))
+        described = together(peers, "digesting", lambda: _describe(path, [*names, *_exported(path, exports, peers)]))
         files = {name: entry for of_rank in described for name, entry in of_rank.items()}
         together(peers, "publishing", lambda: _publish(job, path, files, elements, peers))
     except CheckpointError:
@@ -70,11 +71,14 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers, exports: Exports) 
         raise
 
 
-def _exported(path: Path, export: Export, peers: Peers) -> list[str]:
-    """Lets ``export`` write into ``path``; this rank's share of the names of the files, with the directory's."""
-    together(peers, f"writing {path.name}", lambda: export(path))
-    found = sorted(file.relative_to(path.parent).as_posix() for file in path.rglob("*") if file.is_file())
-    return found[peers.place :: len(peers)]
+def _exported(path: Path, exports: Exports, peers: Peers) -> list[str]:
+    """Names of what was exported; this rank's share."""
+    found = (file for name in exports for file in (path / name).rglob("*") if file.is_file())
+    return sorted(file.relative_to(path).as_posix() for file in found)[peers.place :: len(peers)]
+
+
+def _describe(path: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    return {name: describe(path / name) for name in names}
 
 
 def _make_directory(directory: Path, peers: Peers) -> str:

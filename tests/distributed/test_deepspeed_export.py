@@ -125,6 +125,9 @@ def full(*_, **__):
 
 CALLS = {
     "a shard": (1, lambda engine: (engine.checkpoint_engine, "save", full)),
+    "its directory": (0, lambda engine: (engine.checkpoint_engine, "makedirs", full)),
+    "memory for weights": (1, lambda engine: (engine, "module_state_dict", full)),
+    "memory for state": (0, lambda engine: (engine.optimizer, "state_dict", full)),
     "a script": (0, lambda engine: (engine, "_copy_recovery_script", full)),
     "what comes last": (0, lambda engine: (engine.checkpoint_engine, "commit", full)),
 }

@@ -39,11 +39,12 @@ def _save(engine: Any, path: Path) -> None:
     """Has all ranks write. Collective calls of DeepSpeed's, which all ranks make also where one cannot write."""
     failures: list[Exception] = []
     writer = engine.checkpoint_engine
-    calls = ((writer, "save"), (engine, "_copy_recovery_script"))
+    calls = [(writer, "makedirs"), (writer, "save"), (engine, "_copy_recovery_script")]
+    calls += [(engine, "module_state_dict"), (engine.optimizer, "state_dict")]
     with overridden(*((of, name, _failing_later(getattr(of, name), failures)) for of, name in calls)):
         try:
             engine.save_checkpoint(str(path))
-        except OSError as error:  # of the first rank's last file; the others wait behind it
+        except Exception as error:  # of the first rank's last file, say; the others wait behind it
             failures.append(error)
             import_module("deepspeed.comm").barrier()
     if failures:
