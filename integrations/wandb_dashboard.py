@@ -64,7 +64,7 @@ def main() -> None:
         return
     try:
         view.save()
-    except wandb.Error as error:
+    except (wandb.Error, OSError) as error:
         write(view, FILE)
         sys.exit(f"it is not in W&B yet: {error}")
 

@@ -99,7 +99,8 @@ class Guard:
             self.window.refuse_consumed()
             self.check_parameters()
             self._begin()
-            self._checkpoints.write()
+            with self._stopwatch.paused():
+                self._checkpoints.write()
             statistics = self.measure(loss, scale)
             try:
                 return self._settle(statistics, update)

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-GLOO_NEEDS = 0.5
-"""Seconds, ample, in which its threads release the last tensors; an interpreter that ends meanwhile aborts."""
+from stabilityguard.distributed.peers import GLOO_NEEDS
 
 
 @contextmanager
@@ -30,7 +29,8 @@ def joined() -> Iterator[None]:
 def leave() -> None:
     """Ends what the ranks have in common, at the end of the process."""
     dist.destroy_process_group()
-    time.sleep(GLOO_NEEDS)
+    if device().type == "cpu":
+        time.sleep(GLOO_NEEDS)
 
 
 def rank() -> int:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from stabilityguard.errors import ConfigurationError
 
 log = logging.getLogger("stabilityguard")
+
+GLOO_NEEDS: Final = 0.5
+"""Seconds, ample, in which its threads release the last tensors; an interpreter that ends meanwhile aborts."""
 
 _groups: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Our own group for every group that a user trains with, by what distinguishes its settings."""
@@ -87,13 +90,10 @@ class Peers:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def let_go(self) -> None:
-        """Gives gloo's threads time to release the tensors of the last call, which they need the interpreter for.
-
-        One that ends before they have done so aborts the process.
-        """
-        if self._group is not None:
-            time.sleep(0.1)
+    def wait_for_gloo(self) -> None:
+        """To be called before the interpreter may end; see ``GLOO_NEEDS``."""
+        if self._group is not None and self.device.type == "cpu":
+            time.sleep(GLOO_NEEDS)
 
     @contextlib.contextmanager
     def sharing_errors(self, doing: str) -> Iterator[None]:

@@ -40,7 +40,7 @@ class Archive:
     """
 
     def __init__(self, policy: CheckpointPolicy, peers: Peers, exports: Exports) -> None:
-        self.policy, self.peers, self._exports = policy, peers, exports
+        self.policy, self.peers, self.exports = policy, peers, exports
         self._writers = peers.apart() if policy.asynchronous else peers
         self.directory = Path(policy.directory).absolute()
         self.job: Job | None = None
@@ -100,13 +100,14 @@ class Archive:
     def close(self) -> None:
         """Waits for a background job of this rank, and tells if it failed."""
         self.wait()
-        self._writers.let_go()
+        if self.policy.asynchronous:
+            self._writers.wait_for_gloo()
         if self.job is not None and self.job.problem is not None:
             self._warn(_FAILED, self.job.step, self.job.problem)
 
     def _run(self, job: Job, peers: Peers) -> None:
         try:
-            write_checkpoint(job, self.directory, peers, self._exports)
+            write_checkpoint(job, self.directory, peers, self.exports)
         except Exception as error:  # the group's own errors included: the next all-reduce meets a lost rank, too
             job.problem = str(error)
 

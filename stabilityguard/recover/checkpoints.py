@@ -69,6 +69,7 @@ class Checkpoints:
             assert self._stop is not None
             self._stop.has_come = False
             self._disk.write()
+            self._disk.archive.peers.wait_for_gloo()
             raise SystemExit(EXIT_CODE)
 
     def write(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,8 +93,15 @@ class Disk:
         """Writes the draft, if there is one. Collective calls; a background job is only started."""
         self.next_step_begins()
         draft, self._draft = self._draft, None
-        if draft is not None:
+        if draft is None:
+            return
+        with self._buffers_as_copied() if self.archive.exports else nullcontext():
             self.archive.submit(draft.step, lambda: self._contents(draft), stopped=draft.stopped)
+
+    def _buffers_as_copied(self) -> AbstractContextManager[None]:
+        """What is exported is the live state, whose buffers the forward of the next step has written to."""
+        self._copy.wait()
+        return self._state.with_buffers_of(self._copy.tensors)
 
     def fence(self) -> None:
         """Makes the device's coming work come after the copies that are being made."""

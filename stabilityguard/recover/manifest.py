@@ -155,8 +155,13 @@ def describe(path: Path) -> FileEntry:
 def sync_directory(directory: Path) -> None:
     """Makes what was created or renamed in ``directory`` last, where the system can."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Makes what was written to a file last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -161,6 +162,19 @@ class TrainingState:
         for target, source in pairs:
             target.copy_(source)
         write_generators(small.generators)
+
+    @contextmanager
+    def with_buffers_of(self, tensors: Mapping[Place, Tensor]) -> Iterator[None]:
+        """Within it, buffers are as in ``tensors``; afterwards what they were."""
+        now = {name: slot.tensor.clone() for name, slot in self._buffers.items() if slot.tensor is not None}
+        try:
+            for (room, owner, _), saved in tensors.items():
+                if room == "buffer":
+                    self._buffers[str(owner)].put(saved)
+            yield
+        finally:
+            for name, tensor in now.items():
+                self._buffers[name].put(tensor)
 
     def _restore_others(self, saved: Mapping[Any, Any]) -> None:
         state = self._entries_by_owner

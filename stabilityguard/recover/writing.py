@@ -17,7 +17,7 @@ import torch
 from stabilityguard.distributed.checkpoint import Contents, together, with_own_copies, write
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.errors import CheckpointError
-from stabilityguard.recover.manifest import Exports, FileEntry, Manifest, describe, path_of, sync_directory
+from stabilityguard.recover.manifest import Exports, FileEntry, Manifest, describe, path_of, sync_directory, sync_file
 
 UNFINISHED: Final = ".unfinished-"
 """How the names of directories begin that are being written to."""
@@ -62,7 +62,9 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers, exports: Exports) 
         names = write(path, contents, peers)
         for name, export in exports.items():
             together(peers, f"writing {name}", partial(export, path / name))
-        described = together(peers, "digesting", lambda: _describe(path, [*names, *_exported(path, exports, peers)]))
+        exported = together(peers, "listing", lambda: _files_in(path, exports) if peers.place == 0 else [])[0]
+        names += exported[peers.place :: len(peers)]
+        described = together(peers, "digesting", lambda: {name: describe(path / name) for name in names})
         files = {name: entry for of_rank in described for name, entry in of_rank.items()}
         together(peers, "publishing", lambda: _publish(job, path, files, elements, peers))
     except CheckpointError:
@@ -71,14 +73,12 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers, exports: Exports) 
         raise
 
 
-def _exported(path: Path, exports: Exports, peers: Peers) -> list[str]:
-    """Names of what was exported; this rank's share."""
-    found = (file for name in exports for file in (path / name).rglob("*") if file.is_file())
-    return sorted(file.relative_to(path).as_posix() for file in found)[peers.place :: len(peers)]
-
-
-def _describe(path: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    return {name: describe(path / name) for name in names}
+def _files_in(path: Path, directories: Iterable[str]) -> list[str]:
+    """Names of all files below these, which are brought to the disk, as others may leave that to the system."""
+    found = [file for name in directories for file in (path / name).rglob("*")]
+    for file in found:
+        (sync_directory if file.is_dir() else sync_file)(file)
+    return sorted(file.relative_to(path).as_posix() for file in found if file.is_file())
 
 
 def _make_directory(directory: Path, peers: Peers) -> str:

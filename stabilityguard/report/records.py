@@ -96,8 +96,9 @@ class StepRecord:
     """Learning rate of the first parameter group when ``step()`` was called."""
 
     overhead_ms: float | None = field(default=None, repr=False, compare=False)
-    """Milliseconds of wall time that the guard took on this rank, at the end of backward and in ``step()``; the update,
-    and waiting for the device and for other ranks' sums, left out."""
+    """Milliseconds of wall time that the guard took on this rank: at the end of backward and in ``step()`` until this
+    record was made, and for the record of the step before. Left out: the update, writing checkpoints, and waiting for
+    the device and the sums of other ranks."""
 
     layers: LayerReadings = field(repr=False, compare=False)
     """The readings behind the properties below."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import stabilityguard
 from stabilityguard import Budget, CheckpointPolicy, GuardedOptimizer, SnapshotPolicy
+from stabilityguard.demo import ranks as ranks_of_the_demo
 from stabilityguard.recover import archive, writing
 from stabilityguard.recover.listing import table
 from stabilityguard.recover.manifest import Manifest, find
@@ -336,7 +337,7 @@ def compare_rollbacks(notes):
             )
             told[name] = [done[5], all(map(torch.equal, parameters, calm))]
     (notes / f"rollbacks_{rank}").write_text(json.dumps(told))
-    dist.destroy_process_group()
+    ranks_of_the_demo.leave()
     return 0
 
 

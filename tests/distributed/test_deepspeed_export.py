@@ -12,6 +12,7 @@ import torch
 from stabilityguard import CheckpointPolicy, ConfigurationError, GuardedOptimizer
 from stabilityguard.distributed.deepspeed.overrides import overridden
 from stabilityguard.recover.listing import table
+from tests.distributed import wrapped
 from tests.distributed.engines import RANKS, Noisy, Trainer, settings
 from tests.distributed.ranks import run
 from tests.support import Net, refusal
@@ -23,10 +24,22 @@ def policy(directory, **options):
     )
 
 
-def after_every_step(trainer, numbers):
+class Counting(wrapped.Odd):
+    """With a buffer that every forward moves, alike on all ranks, and that a bad batch spoils."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1 + 0 * x.detach().sum().to(self.seen.dtype)
+        return super().forward(x)
+
+
+def after_every_step(trainer, numbers, bad=()):
     states = []
     for number in numbers:
-        losses = trainer.step(number)
+        losses = trainer.step(number, factor=torch.nan if number in bad else None)
         states.append((trainer.digest(), losses, trainer.engine.global_steps, trainer.scheduler.last_epoch))
     return states
 
@@ -41,15 +54,19 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_an_engine_that_loads_them_goes_on_bit_for_bit(configuration, tmp_path):
-    def job(rank):
-        first = Trainer(rank, configuration, checkpoints=policy(tmp_path))
-        expected = after_every_step(first, range(1, 8))
-        first.close()
-        second = Trainer(rank, configuration, guards=False)
-        second.engine.load_checkpoint(str(tmp_path / "step_00000004" / "deepspeed"))
-        return second.digest() == expected[3][0], after_every_step(second, range(5, 8)) == expected[4:]
+    bad = set() if "fp16" in configuration else {5}  # there it would lower the loss scale
 
-    assert run(RANKS, job) == [(True, True)] * RANKS
+    def job(rank):
+        first = Trainer(rank, configuration, model=Counting, checkpoints=policy(tmp_path))
+        expected = after_every_step(first, range(1, 9), bad)
+        first.close()
+        second = Trainer(rank, configuration, model=Counting, guards=False)
+        second.engine.load_checkpoint(str(tmp_path / "step_00000004" / "deepspeed"))
+        good = [number for number in range(5, 9) if number not in bad]
+        found = [second.digest(), *(state[:2] for state in after_every_step(second, good))]
+        return found == [expected[3][0], *(expected[number - 1][:2] for number in good)]
+
+    assert run(RANKS, job) == [True] * RANKS
     lines, whole = table(tmp_path, verify=True)
     assert whole, lines
     assert ["clean" in line for line in lines[1:]] == [True, True]

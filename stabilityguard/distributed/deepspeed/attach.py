@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -50,7 +51,7 @@ def find_partition(engine: Any) -> Partition:
         raise ConfigurationError(
             f"guard_engine takes what deepspeed.initialize returns first, a DeepSpeedEngine, but got {type(engine)!r}"
         )
-    _require(engine, "the engine", ENGINE_NEEDS)
+    require(engine, "the engine", ENGINE_NEEDS)
     optimizer = engine.optimizer
     _refuse(engine, optimizer)
     kind = KINDS.get(type(optimizer).__name__, PlainOptimizer if isinstance(optimizer, Optimizer) else None)
@@ -58,11 +59,12 @@ def find_partition(engine: Any) -> Partition:
         raise ConfigurationError(
             f"{type(optimizer).__name__} cannot be guarded; guard_engine knows torch's optimizers, {', '.join(KINDS)}"
         )
-    _require(optimizer, type(optimizer).__name__, kind.needs)
+    require(optimizer, type(optimizer).__name__, kind.needs)
     return kind(engine)
 
 
-def _require(owner: object, called: str, names: tuple[str, ...]) -> None:
+def require(owner: object, called: str, names: Iterable[str]) -> None:
+    """Raises ConfigurationError where ``owner``, as it is ``called``, lacks one of the attributes."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise ConfigurationError(

@@ -7,12 +7,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from stabilityguard.distributed.deepspeed.attach import require
 from stabilityguard.distributed.deepspeed.overrides import overridden
 from stabilityguard.errors import CheckpointError, ConfigurationError
 from stabilityguard.recover.manifest import Exports
 
 FORMAT = "deepspeed"
 """Name of the format, and of the directory within a checkpoint."""
+
+NEEDS = ("checkpoint_engine", "use_node_local_storage", "save_checkpoint", "_copy_recovery_script", "module_state_dict")
+"""Attributes of the engine without which it is not asked to write."""
 
 
 def exports_of(engine: Any) -> Exports:
@@ -21,6 +25,7 @@ def exports_of(engine: Any) -> Exports:
     Raises:
         ConfigurationError: it writes in the background, or where only ranks of the same node look.
     """
+    require(engine, "the engine", NEEDS)
     writer = type(engine.checkpoint_engine).__name__
     if writer != "TorchCheckpointEngine":
         raise ConfigurationError(
