@@ -178,7 +178,7 @@ def test_a_buffer_made_in_inference_mode_can_be_lived_with():
     assert step(model, optimizer, batch(1)).applied
 
 
-def test_inputs_that_cannot_be_described_do_not_keep_a_trip_from_being_told():
+def test_inputs_that_contain_themselves_do_not_keep_a_trip_from_being_told():
     class Listed(nn.Linear):
         def forward(self, inputs):
             return super().forward(inputs[0])
@@ -188,6 +188,23 @@ def test_inputs_that_cannot_be_described_do_not_keep_a_trip_from_being_told():
     endless = [batch(1)]
     endless.append(endless)
     assert step(model, optimizer, endless, factor=torch.nan).action == "skip"
+    assert optimizer.reports[0].path
+    [[described]] = optimizer.reports[0].details["batches"]
+    assert (described["name"], described["shape"]) == ("args[0][0]", [6, 4])
+
+
+def test_inputs_that_cannot_be_described_do_not_keep_a_trip_from_being_told():
+    class Broken(dict):
+        def items(self):
+            raise ValueError("closed")
+
+    class Picking(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs["x"])
+
+    model = Picking(4, 1)
+    optimizer = guard(model, sgd(model))
+    assert step(model, optimizer, Broken(x=batch(1)), factor=torch.nan).action == "skip"
     assert optimizer.reports[0].path
 
 

@@ -60,12 +60,17 @@ def _bytes(values: Tensor) -> bytes:
     return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: Any, name: str, within: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in nested containers, by name; one that contains itself is entered once."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _tensors(entry, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (tuple, list)):
-        for i, entry in enumerate(value):
-            yield from _tensors(entry, f"{name}[{i}]")
+    elif isinstance(value, (Mapping, tuple, list)) and id(value) not in within:
+        for part, entry in _entries(value, name):
+            yield from _tensors(entry, part, (*within, id(value)))
+
+
+def _entries(value: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{name}.{key}" if name else str(key), entry) for key, entry in value.items())
+    else:
+        yield from ((f"{name}[{i}]", entry) for i, entry in enumerate(value))
