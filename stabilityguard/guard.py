@@ -71,7 +71,8 @@ class Guard:
         check_settings(peers, config)
         table = self._count()  # refuses the wrong model before any hook is set
         check_moments(config.moments, table.shards)
-        self._checkpoints = Checkpoints(config.checkpoints, peers, subject.exports)
+        exports = subject.exports(config.checkpoints.format) if config.checkpoints else {}
+        self._checkpoints = Checkpoints(config.checkpoints, peers, exports)
         self._forward = ForwardObserver(subject.model, self._forward_begins)
         self._joined_rank = JoinedRank(subject.model, self.shadow_step) if len(peers) > 1 else None
         self._memory = Memory(detector, table.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class Stopwatch:
@@ -21,19 +21,17 @@ class Stopwatch:
         seconds, self._seconds = self._seconds, 0.0
         return 1000.0 * seconds
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Counts what is done within."""
-        was_running = self._look(goes_on=True)
-        try:
-            yield
-        finally:
-            self._look(goes_on=was_running)
+        return self._within(counts=True)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leaves out what is done within."""
+        return self._within(counts=False)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out what is done within."""
-        was_running = self._look(goes_on=False)
+    def _within(self, *, counts: bool) -> Iterator[None]:
+        was_running = self._look(goes_on=counts)
         try:
             yield
         finally:

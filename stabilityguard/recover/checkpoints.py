@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stabilityguard.config import CheckpointFormat, CheckpointPolicy
+from stabilityguard.config import CheckpointPolicy
 from stabilityguard.distributed.peers import Peers
 from stabilityguard.recover.manifest import Exports
 from stabilityguard.recover.stop import EXIT_CODE, StopRequest
@@ -21,19 +21,17 @@ class Checkpoints:
     Args:
         policy: where and when.
         peers: the ranks. Constructing is a collective over them.
-        exports: gives what writes the policy's format.
+        exports: what else writes into a checkpoint.
     """
 
-    def __init__(
-        self, policy: CheckpointPolicy | None, peers: Peers, exports: Callable[[CheckpointFormat], Exports]
-    ) -> None:
+    def __init__(self, policy: CheckpointPolicy | None, peers: Peers, exports: Exports) -> None:
         self.archive: Archive | None = None
         self._disk: Disk | None = None
         self._stop: StopRequest | None = None
         if policy is not None:
             from stabilityguard.recover.archive import Archive  # noqa: PLC0415 (DCP takes a second to import)
 
-            self.archive = Archive(policy, peers, exports(policy.format))
+            self.archive = Archive(policy, peers, exports)
             self._stop = StopRequest()
 
     def follow(self, disk: Disk | None) -> None:

@@ -22,11 +22,10 @@ CHUNK = 1 << 20
 
 State = Literal["verified", "clean"]
 
-Export = Callable[[Path], None]
-"""Writes the state, as others keep it, into a new directory that all ranks see. Collective calls."""
+Exports = Mapping[str, Callable[[Path], None]]
+"""What writes the state, as others keep it, into a new directory that all ranks see, by its name within a checkpoint.
 
-Exports = Mapping[str, Export]
-"""By the name of the directory within a checkpoint."""
+Collective calls."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def write_checkpoint(job: Job, directory: Path, peers: Peers, exports: Exports) 
 
 def _files_in(path: Path, directories: Iterable[str]) -> list[str]:
     """Names of all files below these, which are brought to the disk, as others may leave that to the system."""
-    found = [file for name in directories for file in (path / name).rglob("*")]
+    found = [file for name in directories for file in (path / name, *(path / name).rglob("*"))]
     for file in found:
         (sync_directory if file.is_dir() else sync_file)(file)
     return sorted(file.relative_to(path).as_posix() for file in found if file.is_file())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stabilityguard.config import CheckpointFormat
-from stabilityguard.distributed.deepspeed.export import exports_of
+from stabilityguard.distributed.deepspeed.export import FORMAT, exports_of
 from stabilityguard.distributed.deepspeed.partition import Partition
 from stabilityguard.distributed.deepspeed.state import Books, EngineState
 from stabilityguard.distributed.layout import Layout
@@ -84,7 +84,7 @@ class EngineSubject:
 
     def exports(self, checkpoint_format: CheckpointFormat) -> Exports:
         """The engine's own files, if asked for."""
-        return exports_of(self._engine) if checkpoint_format == "deepspeed" else {}
+        return exports_of(self._engine) if checkpoint_format == FORMAT else {}
 
     def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
         """Has the engine skip its step: as it does by itself, with its loss scale, where it sees an overflow.
