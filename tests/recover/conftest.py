@@ -13,3 +13,8 @@ def nobody_else_listens():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "checkpoints"
