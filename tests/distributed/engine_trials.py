@@ -4,11 +4,11 @@ import torch
 
 from stabilityguard import CheckpointPolicy, SnapshotPolicy
 from tests.distributed import wrapped
-from tests.distributed.engines import RANKS, Noisy, Trainer, adamw
+from tests.distributed.engines import RANKS, Noisy, Trainer, adamw, fragments
 from tests.distributed.ranks import run
 
 
-def through_faults(configuration, optimizer=adamw, ranks=RANKS):
+def through_faults(configuration, optimizer=adamw, ranks=RANKS, run=run):
     """What was told of a spike and of a NaN on rank 1, and of the steps after them; and the largest error of a norm.
 
     Looks on the way whether healthy steps are those of a bare engine, and bad ones leave everything as it was.
@@ -41,6 +41,27 @@ def _train_through_faults(rank, configuration, optimizer):
     assert guarded.scheduler.last_epoch == 6
     told = [(record.action, record.kind, record.bad_ranks) for record in records]
     return told, norms, records[2].trigger_layer, [wrapped.in_full(record) for record in records]
+
+
+def corrupt_a_shard(rank, configuration):
+    """What was told of an Inf in rank 1's part of a reduced gradient, the layer it was put in, and what it changed."""
+    trainer = Trainer(rank, configuration)
+    for number in (1, 2, 3):
+        trainer.step(number)
+    spoiled = []
+
+    def corrupt():
+        if rank == 1:
+            gradients = fragments(trainer.guard)
+            parameter = max(gradients, key=lambda p: gradients[p].numel())
+            gradients[parameter].view(-1)[0] = torch.inf
+            spoiled.append(trainer.engine.param_names[parameter].rpartition(".")[0])
+
+    before = trainer.digest()
+    trainer.step(4, before=corrupt)
+    record, same = trainer.guard.last_record, trainer.digest() == before
+    trainer.close()
+    return (record.action, record.kind, record.trigger_layer, record.bad_ranks), spoiled, same
 
 
 BATCHES, CALM = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 7, 8]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -318,6 +320,32 @@ def test_what_lies_in_the_place_of_a_new_checkpoint_is_not_replaced(tmp_path):
     assert actions == others == ["step"] * 5
     assert (path / "mine").read_text() == "old"
     assert names(tmp_path) == step_names(2, 4)
+
+
+def test_a_new_checkpoint_whose_name_is_refused_costs_that_one_on_all_ranks(tmp_path, monkeypatch):
+    real, refusals = Path.rename, iter([OSError(errno.EDQUOT, "Disk quota exceeded")])
+
+    def rename(path, target):
+        if Path(target).name == "step_00000004" and (error := next(refusals, None)):
+            raise error
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+    def job(rank):
+        trainer = Trainer(rank, tmp_path)
+        actions = [record.action for record in trainer.steps(range(1, 6))]
+        trainer.guarded.close()
+        second = Trainer(rank, tmp_path)
+        return trainer.warnings, actions, second.guarded.resume().step
+
+    (warnings, actions, step), (silence, others, same) = run(RANKS, job)
+    assert len(warnings) == 1
+    assert "Disk quota exceeded" in warnings[0]
+    assert silence == []
+    assert actions == others == ["step"] * 5
+    assert step == same == 2
+    assert names(tmp_path) == step_names(2)
 
 
 # Directories ---------------------------------------------------------------------------------------------------------

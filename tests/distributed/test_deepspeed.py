@@ -16,8 +16,9 @@ from stabilityguard import (
 from stabilityguard.distributed.deepspeed import guard_engine
 from stabilityguard.distributed.deepspeed.state import MASTER, Books, EngineState
 from tests.distributed import wrapped
-from tests.distributed.engine_trials import go, replay, through_faults
+from tests.distributed.engine_trials import corrupt_a_shard, go, replay, through_faults
 from tests.distributed.engines import RANKS, Noisy, Trainer, fragments, settings, sgd, silence
+from tests.distributed.launched import launch
 from tests.distributed.ranks import run
 from tests.support import refusal
 
@@ -51,6 +52,16 @@ def test_a_bad_step_is_skipped_bit_for_bit_and_a_healthy_one_is_the_engines_own(
     assert error < (2e-2 if "bf16" in configuration else 1e-6)
 
 
+def test_ranks_that_torchrun_starts_meet_faults_alike_and_go_back_bit_for_bit(tmp_path):
+    configuration = settings(3, clipping=0.5, offload=["optimizer", "param"])
+    told, error = through_faults(configuration, run=launch)
+    healthy = ("step", None, ())
+    assert told == [("skip", "spike", (1,)), healthy, ("skip", "nan", (1,)), healthy]
+    assert error < 1e-6
+    expected = {"ram": [True, True], "disk": [True, True]}
+    assert launch(RANKS, replay, configuration, tmp_path, expected) == [expected] * RANKS
+
+
 def test_four_ranks_decide_alike(tmp_path):
     told, error = through_faults(CONFIGURATIONS["3 fp32, offload"], ranks=4)
     assert [(action, kind, ranks) for action, kind, ranks in told if action == "skip"] == [
@@ -63,27 +74,10 @@ def test_four_ranks_decide_alike(tmp_path):
 
 @pytest.mark.parametrize("name", ["2 fp32", "3 bf16, 3 micro-batches"])
 def test_the_layer_and_the_rank_of_a_corrupted_shard_are_named(name):
-    def job(rank):
-        trainer = Trainer(rank, CONFIGURATIONS[name])
-        for number in (1, 2, 3):
-            trainer.step(number)
-
-        def corrupt():
-            if rank == 1:
-                gradients = fragments(trainer.guard)
-                parameter = max(gradients, key=lambda p: gradients[p].numel())
-                gradients[parameter][0] = torch.inf
-                spoiled.append(trainer.engine.param_names[parameter].rpartition(".")[0])
-
-        spoiled = []
-        before = trainer.digest()
-        trainer.step(4, before=corrupt)
-        assert trainer.digest() == before
-        record = trainer.guard.last_record
-        return (record.action, record.kind, record.trigger_layer, record.bad_ranks), spoiled
-
-    (first, _), (second, spoiled) = run(RANKS, job)
+    (first, _, alike), (second, spoiled, still) = run(RANKS, corrupt_a_shard, CONFIGURATIONS[name])
     assert first == second == ("skip", "inf", *spoiled, (1,))
+    assert alike
+    assert still
 
 
 @pytest.mark.parametrize("name", ["0 fp32", "1 bf16, BF16_Optimizer", "2 fp32", "3 bf16, 3 micro-batches"])

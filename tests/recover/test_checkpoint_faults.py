@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,31 @@ def test_a_disk_that_is_full_when_one_becomes_clean_keeps_the_earlier_one(direct
     assert "could not be marked clean" in caplog.text
     run.to(9)
     assert lying_in(directory) == {6: "clean"}
+
+
+def test_a_manifest_that_cannot_be_replaced_twice_is_the_third_time(directory, monkeypatch, caplog):
+    real, refusals = Path.replace, iter([PermissionError(13, "in use")] * 2)
+
+    def replace(path, target):
+        if "clean" in path.read_text() and (error := next(refusals, None)):
+            raise error
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    run = Run(directory, keep=1, quarantine=1).to(5)
+    assert lying_in(directory) == {3: "verified"}
+    run.to(6)
+    assert lying_in(directory) == {3: "clean"}
+    assert caplog.text.count("could not be marked clean") == 1
+
+
+def test_names_of_files_are_such_as_every_system_takes(directory, tmp_path):
+    run = rolling(directory, log_dir=str(tmp_path / "logs"), asynchronous=True).to(7)
+    run.step(spoil=torch.nan)
+    run.optimizer.close()
+    names = [path.name for path in tmp_path.rglob("*")]
+    assert {"manifest.json", "journal.jsonl", "spike_step8.json"} <= set(names)
+    assert not [name for name in names if set(name) & set('<>:"\\|?*') or name.endswith((" ", "."))]
 
 
 def test_a_file_in_the_place_of_the_directory_leaves_training_alone(directory, caplog):
