@@ -112,10 +112,14 @@ class GradientReader:
     def glance(self) -> Glance:
         """Takes the norms of the dense gradients on this rank. Neither a collective nor a wait for the device."""
         gradients = self._gradients()
-        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        values = dict(zip(there, self._values(gradients, _present(gradients)), strict=True))
-        dense = {i: _real(value) for i, value in values.items() if not value.is_sparse}
-        return Glance(norms=list_of_norms(list(dense.values())), layers=[self.table.layer_of[i] for i in dense])
+        values = self._values(gradients, _present(gradients))
+        layers = [layer for layer, g in zip(self.table.layer_of, gradients, strict=True) if g is not None]
+        if any(map(_is_sparse, values)):
+            dense = [(value, layer) for value, layer in zip(values, layers, strict=True) if not value.is_sparse]
+            values, layers = [value for value, _ in dense], [layer for _, layer in dense]
+        if self._complex:
+            values = list(map(_real, values))
+        return Glance(norms=list_of_norms(values), layers=layers)
 
     def nothing(self) -> Measurement:
         """What there is to be measured where no gradient is present."""
