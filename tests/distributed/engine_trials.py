@@ -43,9 +43,9 @@ def _train_through_faults(rank, configuration, optimizer):
     return told, norms, records[2].trigger_layer, [wrapped.in_full(record) for record in records]
 
 
-def corrupt_a_shard(rank, configuration):
-    """What was told of an Inf in rank 1's part of a reduced gradient, the layer it was put in, and what it changed."""
-    trainer = Trainer(rank, configuration)
+def corrupt_a_shard(rank, configuration, optimizer=adamw):
+    """What was told of an Inf in rank 1's part of a gradient, its layer, and whether the engine left all as it was."""
+    trainer = Trainer(rank, configuration, optimizer)
     for number in (1, 2, 3):
         trainer.step(number)
     spoiled = []
@@ -59,7 +59,7 @@ def corrupt_a_shard(rank, configuration):
 
     before = trainer.digest()
     trainer.step(4, before=corrupt)
-    record, same = trainer.guard.last_record, trainer.digest() == before
+    record, same = trainer.guard.last_record, trainer.digest() == before and not trainer.engine.was_step_applied()
     trainer.close()
     return (record.action, record.kind, record.trigger_layer, record.bad_ranks), spoiled, same
 

@@ -168,6 +168,28 @@ def test_an_overflow_is_left_to_deepspeeds_loss_scale_which_no_spike_moves(stage
     assert max(norms.values()) < 1  # without the scale
 
 
+@pytest.mark.parametrize("offload", [[], ["optimizer"]], ids=["", "offload"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_that_deepspeeds_own_look_has_missed_is_one_all_the_same(stage, offload):
+    def job(rank):
+        trainer = Trainer(rank, settings(stage, "fp16", clipping=0.5, offload=offload))
+        trainer.step(1)
+
+        def overflow():
+            if rank == 1:
+                next(iter(fragments(trainer.guard).values())).view(-1)[0] = torch.inf
+
+        engine, before, scale = trainer.engine, trainer.digest(), trainer.engine.optimizer.loss_scale
+        trainer.step(2, before=overflow)
+        record = trainer.guard.last_record
+        bad = record.action, record.kind, engine.was_step_applied(), trainer.digest() == before
+        books = engine.skipped_steps, engine.optimizer.loss_scale / scale
+        trainer.step(3)
+        return bad, books, trainer.guard.last_record.action, engine.was_step_applied()
+
+    assert run(RANKS, job) == [(("skip", "scaler_overflow", False, True), (1, 0.5), "step", True)] * RANKS
+
+
 def test_a_loss_scale_at_its_minimum_ends_the_run_on_all_ranks_as_it_does_without_a_guard():
     def job(rank):
         scale = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}

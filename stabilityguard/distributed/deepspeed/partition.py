@@ -60,6 +60,13 @@ class Partition:
         """Within it, the engine's own step takes the way of an overflow, and leaves the loss scale as it is."""
         raise NotImplementedError
 
+    def overflowing(self) -> AbstractContextManager[None]:
+        """The same, with the loss scale moved as by an overflow, where DeepSpeed scales the loss.
+
+        DeepSpeed's own look is not relied on: with offload it comes before the gradients are final.
+        """
+        return self.skipping()
+
     def held(self, parameter: Any) -> Tensor:
         """What this rank holds of the parameter itself."""
         whole: Tensor = parameter.detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +75,12 @@ class _Scaled(Partition):
         """Its ``loss_scaler``."""
         return self._optimizer.loss_scaler
 
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """By an overflow of which the loss scale learns nothing."""
+        with self.overflowing(), overridden((self._optimizer, "_update_scale", nothing)):
+            yield
+
 
 class ZeroOneTwo(_Scaled):
     """Stages 1 and 2: each rank updates a run of every group's flattened parameters."""
@@ -118,14 +124,13 @@ class ZeroOneTwo(_Scaled):
             if fragment.master.grad is not None and self._optimizer.get_param_id(p) in reached
         }
 
-    def skipping(self) -> AbstractContextManager[None]:
+    def overflowing(self) -> AbstractContextManager[None]:
         """By an overflow that every rank sees, whatever the precision."""
         optimizer = self._optimizer
         return overridden(
             (optimizer, "check_grad_overflow", True),
             (optimizer, "has_overflow", lambda *_, **__: True),
             (optimizer, "scaled_global_norm", lambda *_, **__: torch.tensor(math.inf)),
-            (optimizer, "_update_scale", nothing),
         )
 
     def _groups(self) -> list[list[nn.Parameter]]:
@@ -179,7 +184,7 @@ class ZeroThree(_Scaled):
                     found[parameter] = fragment.within(fragment.master.grad)
         return found
 
-    def skipping(self) -> AbstractContextManager[None]:
+    def overflowing(self) -> AbstractContextManager[None]:
         """By an overflow that every rank sees, whatever the precision."""
         optimizer = self._optimizer
 
@@ -187,9 +192,7 @@ class ZeroThree(_Scaled):
             optimizer.overflow = True
             return optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else True
 
-        return overridden(
-            (optimizer, "_overflow_check_and_loss_scale_update", overflow), (optimizer, "_update_scale", nothing)
-        )
+        return overridden((optimizer, "_overflow_check_and_loss_scale_update", overflow))
 
     def held(self, parameter: Any) -> Tensor:
         """The run of this rank, without padding."""

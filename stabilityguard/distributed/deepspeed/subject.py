@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -87,21 +88,19 @@ class EngineSubject:
         return exports_of(self._engine) if checkpoint_format == FORMAT else {}
 
     def discard_gradients(self, reader: GradientReader, *, are_finite: bool) -> None:
-        """Has the engine skip its step: as it does by itself, with its loss scale, where it sees an overflow.
+        """Has the engine skip its step: with its loss scale, where the gradients are not finite, as for an overflow.
 
         After a rollback the engine's counts and loss scale stay those that were restored.
         """
         if self._books.was_restored:
             counts = self._books.read_counts()
-            self._skip()
+            self._take_step_within(self._partition.skipping())
             self._books.write_counts(counts)
-        elif self._partition.loss_scale is not None and not are_finite:
-            self._take_step()
         else:
-            self._skip()
+            self._take_step_within(self._partition.skipping() if are_finite else self._partition.overflowing())
 
-    def _skip(self) -> None:
-        with self._partition.skipping():
+    def _take_step_within(self, passing_over: AbstractContextManager[None]) -> None:
+        with passing_over:
             self._take_step()
 
     def _find_gradients(self) -> list[Tensor | None]:
