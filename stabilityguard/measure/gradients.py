@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter, is_
 
 import torch
@@ -114,12 +115,10 @@ class GradientReader:
         gradients = self._gradients()
         values = self._values(gradients, _present(gradients))
         layers = [layer for layer, g in zip(self.table.layer_of, gradients, strict=True) if g is not None]
-        if any(map(_is_sparse, values)):
-            dense = [(value, layer) for value, layer in zip(values, layers, strict=True) if not value.is_sparse]
-            values, layers = [value for value, _ in dense], [layer for _, layer in dense]
-        if self._complex:
-            values = list(map(_real, values))
-        return Glance(norms=list_of_norms(values), layers=layers)
+        is_dense = [not value.is_sparse for value in values]
+        dense = list(compress(values, is_dense))
+        norms = list_of_norms(list(map(_real, dense)) if self._complex else dense)
+        return Glance(norms=norms, layers=list(compress(layers, is_dense)))
 
     def nothing(self) -> Measurement:
         """What there is to be measured where no gradient is present."""

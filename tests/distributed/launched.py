@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def launch(ranks, function, *arguments, patience=240):
-    """What ``tests.distributed.ranks.run`` returns; ``function`` is one that a module has by its name."""
+    """What ``tests.distributed.ranks.run`` returns; ``function`` is one that a module has by its name.
+
+    Raises AssertionError with the end of what the ranks wrote if one fails, TimeoutExpired after ``patience`` seconds.
+    """
     with tempfile.TemporaryDirectory() as directory:
         call = Path(directory, "call")
         call.write_bytes(pickle.dumps((function, arguments)))
