@@ -24,8 +24,6 @@ log = logging.getLogger("stabilityguard")
 
 T = TypeVar("T")
 
-_FAILED = "the checkpoint of step %d failed, and the earlier ones stay: %s"
-
 
 class Archive:
     """Writes, proves, keeps and finds checkpoints. All ranks make the same calls in the same order.
@@ -79,11 +77,14 @@ class Archive:
 
     def _close(self, job: Job, *, succeeded: bool) -> None:
         if not succeeded:
-            self._warn(_FAILED, job.step, job.problem or "on another rank")
+            problem = job.problem or "on another rank"
+            self._warn("the checkpoint of step %d failed, and the earlier ones stay: %s", job.step, problem)
         elif job.abandoned:
             self._remove(job.step)
         else:
-            entry = Entry(step=job.step, stopped=job.stopped, reachable=not job.outdated)
+            entry = Entry(
+                step=job.step, healthy_steps=job.healthy_steps, stopped=job.stopped, reachable=not job.outdated
+            )
             self.catalogue.add(entry)
             self._record([entry] if entry.clean else [])
 
@@ -98,12 +99,12 @@ class Archive:
             self.job.thread.join()
 
     def close(self) -> None:
-        """Waits for a background job of this rank, and tells if it failed."""
+        """Waits for a background job of this rank, and closes its books. Not a collective."""
         self.wait()
         if self.policy.asynchronous:
             self._writers.wait_for_gloo()
-        if self.job is not None and self.job.problem is not None:
-            self._warn(_FAILED, self.job.step, self.job.problem)
+        if self.job is not None:
+            self.settle(succeeded=self.job.problem is None)
 
     def _run(self, job: Job, peers: Peers) -> None:
         try:
@@ -115,6 +116,8 @@ class Archive:
 
     def count_healthy_step(self) -> None:
         """Promotes what has proved to be clean, and removes what is no longer needed. Not a collective."""
+        if self.job is not None:
+            self.job.healthy_steps += 1
         self._record(self.catalogue.count_healthy_step())
 
     def _record(self, clean: Sequence[Entry]) -> None:

@@ -39,6 +39,9 @@ class Job:
     outdated: bool = False
     """Whether the user has put another state in place since, so that no rollback may use it."""
 
+    healthy_steps: int = 0
+    """Healthy steps that have followed while it was written."""
+
     thread: threading.Thread | None = None
 
     @property

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -118,6 +119,36 @@ def test_writing_in_the_background_leaves_alone_what_is_removed_meanwhile(tmp_pa
     one.submit(3, begun)
     one.close()
     assert removal.exists()
+
+
+def test_healthy_steps_count_while_a_checkpoint_is_written(tmp_path):
+    one, may_end = archive(tmp_path, asynchronous=True, quarantine=2), threading.Event()
+    one.submit(3, lambda: may_end.wait() and contents())
+    one.count_healthy_step()
+    one.count_healthy_step()
+    assert states(tmp_path) == {}
+    may_end.set()
+    one.wait()
+    one.settle(succeeded=True)
+    assert states(tmp_path) == {3: "clean"}
+
+
+@pytest.mark.parametrize(("healthy_steps", "state"), [(1, "verified"), (2, "clean")])
+def test_closing_waits_for_a_checkpoint_and_marks_what_has_proved_clean(tmp_path, healthy_steps, state):
+    one = archive(tmp_path, asynchronous=True, quarantine=2)
+    one.submit(3, contents)
+    for _ in range(healthy_steps):
+        one.count_healthy_step()
+    one.close()
+    assert states(tmp_path) == {3: state}
+
+
+def test_closing_removes_what_was_written_of_a_future_that_was_given_up(tmp_path):
+    one = archive(tmp_path, asynchronous=True)
+    one.submit(3, contents)
+    one.abandon_newer_than(2)
+    one.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_retention_removes_directories_once_a_newer_one_is_marked_clean(tmp_path):
