@@ -7,7 +7,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from operator import attrgetter, is_
 
 import torch
@@ -17,7 +16,7 @@ from stabilityguard.detect.statistics import Finding
 from stabilityguard.distributed.shards import local_part, partial_terms
 from stabilityguard.measure.examination import Piece, examine, needed
 from stabilityguard.measure.layers import LayerTable
-from stabilityguard.measure.norms import ReadingPlan, list_of_norms
+from stabilityguard.measure.norms import ReadingPlan
 
 Stamp = tuple[list[int], list[weakref.ref[Tensor]], list[int]]
 """Places without a gradient, and the gradients there are with their versions, held weakly: an address can be reused."""
@@ -54,17 +53,18 @@ class Glance:
     """The norms of the gradients of one moment, not yet brought together: cheap to take, to be read in need."""
 
     norms: Sequence[Tensor]
-    """0-dim: one for each gradient, in float32, true to 1e-3 at least."""
+    """0-dim or 1-dim: of the gradients, true to 1e-3 at least."""
 
     layers: Sequence[int]
-    """Of each norm."""
+    """Of each norm, as they follow each other."""
 
     def of_layers(self, layers: Iterable[int]) -> dict[int, float]:
         """The L2 norms of these layers on this rank. Waits for the device."""
         of_layer: dict[int, list[float]] = {layer: [] for layer in layers}
-        for norm, layer in zip(self.norms, self.layers, strict=True):
+        norms = [norm for part in self.norms for norm in part.reshape(-1).tolist()]
+        for norm, layer in zip(norms, self.layers, strict=True):
             if layer in of_layer:
-                of_layer[layer].append(float(norm))
+                of_layer[layer].append(norm)
         return {layer: math.hypot(*norms) for layer, norms in of_layer.items()}
 
 
@@ -88,7 +88,8 @@ class GradientReader:
         self._complex = any(p.is_complex() for p in table.parameters)
         self.has_half = any(p.element_size() <= 2 for p in table.parameters)
         """Whether some parameters, and so their gradients, have 16 bits."""
-        self._plan: tuple[list[int], ReadingPlan] | None = None
+        self._plan: ReadingPlan | None = None
+        self._glance_plan: ReadingPlan | None = None
 
     def read(self) -> Measurement:
         """Measures all layers. Neither a collective nor a wait for the device.
@@ -104,7 +105,7 @@ class GradientReader:
         sparse = any(map(_is_sparse, values))
         if sparse or self._complex:
             values = list(map(_real, values))
-        plan = self._plan_for(absent, values, anew=sparse)
+        self._plan = plan = self._fitting(None if sparse else self._plan, absent, values)
         squares = plan.squares(values)
         stamp = absent, list(map(weakref.ref, present)), self._versions(present)
         raw = self._raw(gradients, squares.device)
@@ -113,12 +114,14 @@ class GradientReader:
     def glance(self) -> Glance:
         """Takes the norms of the dense gradients on this rank. Neither a collective nor a wait for the device."""
         gradients = self._gradients()
-        values = self._values(gradients, _present(gradients))
-        layers = [layer for layer, g in zip(self.table.layer_of, gradients, strict=True) if g is not None]
-        is_dense = [not value.is_sparse for value in values]
-        dense = list(compress(values, is_dense))
-        norms = list_of_norms(list(map(_real, dense)) if self._complex else dense)
-        return Glance(norms=norms, layers=list(compress(layers, is_dense)))
+        if any(g is not None and g.is_sparse for g in gradients):
+            gradients = [None if g is None or g.is_sparse else g for g in gradients]
+        present = _present(gradients)
+        values = self._values(gradients, present)
+        if self._complex:
+            values = list(map(_real, values))
+        self._glance_plan = plan = self._fitting(self._glance_plan, _absent(gradients, present), values)
+        return Glance(norms=plan.norms_at_a_glance(values), layers=plan.layers_at_a_glance)
 
     def nothing(self) -> Measurement:
         """What there is to be measured where no gradient is present."""
@@ -226,13 +229,9 @@ class GradientReader:
                 pieces[layer].append((_real(shard.local(gradient)), weight))
         return pieces
 
-    def _plan_for(self, absent: list[int], values: list[Tensor], *, anew: bool) -> ReadingPlan:
-        """How to read ``values``; made anew where the pattern of gradients changes, or their sizes may have."""
-        if anew or self._plan is None or self._plan[0] != absent or not self._plan[1].fits(values):
-            missing = set(absent)
-            there = [i for i in range(len(self._holding)) if i not in missing]
-            self._plan = absent, ReadingPlan(values, self.table, there)
-        return self._plan[1]
+    def _fitting(self, plan: ReadingPlan | None, absent: list[int], values: list[Tensor]) -> ReadingPlan:
+        """The same plan, or a new one where other gradients are absent, or their sizes may have changed."""
+        return plan if plan is not None and plan.fits(values, absent) else ReadingPlan(values, self.table, absent)
 
 
 def _present(gradients: list[Tensor | None]) -> list[Tensor]:

@@ -20,39 +20,51 @@ LARGE_HALF = 16_384
 ROW = 512
 """Elements summed in float32; the rows' sums are added in float64."""
 
+SMALL = 1_024
+"""Elements up to which gradients of one shape on the CPU are copied side by side and read in one call, not in many."""
+
+MANY = 5
+"""The least number of gradients of one shape for which that is done."""
+
 _dtype = attrgetter("dtype")
 
 
 class ReadingPlan:
-    """Which gradients are read as a whole, and which row by row.
+    """Which gradients are read one by one, which side by side, and which row by row.
 
     Args:
         values: the local gradients of the shards that have one.
         table: the layers.
-        there: indices of those shards.
+        absent: indices of the other shards.
     """
 
-    def __init__(self, values: list[Tensor], table: LayerTable, there: list[int]) -> None:
+    def __init__(self, values: list[Tensor], table: LayerTable, absent: list[int]) -> None:
         large = {i: v.numel() // ROW for i, v in enumerate(values) if v.device.type == "cpu" and _is_large(v)}
-        self._whole = [i for i, v in enumerate(values) if i not in large]
+        self._absent = absent
+        self._stacks = _stacks(values)
+        stacked = [i for stack in self._stacks for i in stack]
+        self._unstacked = sorted(set(range(len(values))) - set(stacked))
+        self._whole = [i for i in self._unstacked if i not in large]
         self._grids = list(large.items())
-        self._sizes = [(i, values[i].numel()) for i in large]
+        self._sizes = [(i, values[i].numel()) for i in [*large, *(stack[0] for stack in self._stacks)]]
         self._tails = [(i, rows * ROW) for i, rows in large.items() if values[i].numel() % ROW]
-        pieces = [there[i] for i in self._whole] + [there[i] for i, _ in self._tails]
-        of_rows = torch.tensor([there[i] for i in large], dtype=torch.int64, device="cpu")
-        rows = of_rows.repeat_interleave(torch.tensor(list(large.values()), dtype=torch.int64, device="cpu"))
-        shard_of_norm = torch.cat([torch.tensor(pieces, dtype=torch.int64, device="cpu"), rows])
+        in_rows = [i for i, rows in large.items() for _ in range(rows)]
+        there = sorted(set(range(len(table.shards))) - set(absent))
+        shards = [there[i] for i in (*self._whole, *(i for i, _ in self._tails), *stacked, *in_rows)]
+        shard_of_norm = torch.tensor(shards, dtype=torch.int64, device="cpu")
         self._layer_of_norm = torch.tensor(table.layer_of, dtype=torch.int64, device="cpu")[shard_of_norm]
         is_alone = all(holders == 1 for holders in table.census.holders)
         self._weights = None if is_alone else table.weights[shard_of_norm]
+        self.layers_at_a_glance = [table.layer_of[there[i]] for i in (*self._unstacked, *stacked)]
+        """Of the norms at a glance, as they follow each other."""
         self.layers_present = torch.zeros(len(table.places), dtype=torch.bool, device="cpu")
         """bool, shape (L,): layers of which this rank holds elements, with a gradient."""
         for i in there:
             self.layers_present[table.layer_of[i]] |= table.shards[i].identity is not None
 
-    def fits(self, values: list[Tensor]) -> bool:
-        """Whether the large gradients are as large as they were."""
-        return all(values[i].numel() == size for i, size in self._sizes)
+    def fits(self, values: list[Tensor], absent: list[int]) -> bool:
+        """Whether the same gradients are absent, and large ones and those read side by side are as large as before."""
+        return absent == self._absent and all(values[i].numel() == size for i, size in self._sizes)
 
     def squares(self, values: list[Tensor]) -> Tensor:
         """float64, shape (L,): the squared norms by layer, each shard's by its weight."""
@@ -65,19 +77,46 @@ class ReadingPlan:
             of_norms *= self._weights
         return squares.index_add_(0, self._layer_of_norm, of_norms)
 
+    def norms_at_a_glance(self, values: list[Tensor]) -> Sequence[Tensor]:
+        """0-dim or 1-dim: the gradients' L2 norms, not brought together; large ones are only true to 1e-3."""
+        return [*_list_of_norms([values[i] for i in self._unstacked]), *self._norms_of_stacks(values)]
+
     def _move_to(self, device: torch.device) -> None:
         """Once: a copy from the host in every step would wait for the device."""
         self._layer_of_norm = self._layer_of_norm.to(device)
         self._weights = None if self._weights is None else self._weights.to(device)
 
     def _norms(self, values: list[Tensor]) -> Tensor:
-        """float64: the L2 norms of whole gradients, of what rows leave over, and of rows, in this order."""
-        if not self._grids:
+        """float64: the L2 norms of whole gradients, of what rows leave over, of stacks, and of rows, in this order."""
+        if len(self._whole) == len(values):
             return norms_of(values)
         pieces = [values[i] for i in self._whole] + [_flat(values[i])[start:] for i, start in self._tails]
-        rows = [_row_norms(values[i], count) for i, count in self._grids]
         norms = norms_of(pieces)
-        return torch.cat([norms, torch.cat(rows).to(norms.device, torch.float64)])
+        rows = [_row_norms(values[i], count) for i, count in self._grids]
+        others = [part.to(norms.device, torch.float64) for part in (*self._norms_of_stacks(values), *rows)]
+        return torch.cat([norms, *others])
+
+    def _norms_of_stacks(self, values: list[Tensor]) -> list[Tensor]:
+        return [_norms_side_by_side([values[i] for i in stack]) for stack in self._stacks]
+
+
+def _stacks(values: list[Tensor]) -> list[list[int]]:
+    """Places of small gradients of one shape and type on the CPU."""
+    places: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+    for i, value in enumerate(values):
+        if value.device.type == "cpu" and 0 < value.numel() <= SMALL:
+            places[value.shape, value.dtype].append(i)
+    return [stack for stack in places.values() if len(stack) >= MANY]
+
+
+def _norms_side_by_side(values: list[Tensor]) -> Tensor:
+    """The L2 norm of each; the shapes are those of one stack unless a gradient was replaced meanwhile."""
+    try:
+        stack = torch.stack(values).view(len(values), -1)
+    except RuntimeError:
+        return norms_of(values)
+    norms: Tensor = torch.linalg.vector_norm(stack, dim=1, dtype=_accumulator(stack.dtype))
+    return norms
 
 
 def _is_large(gradient: Tensor) -> bool:
@@ -100,7 +139,7 @@ def _row_norms(gradient: Tensor, count: int) -> Tensor:
     return rows
 
 
-def list_of_norms(pieces: list[Tensor]) -> Sequence[Tensor]:
+def _list_of_norms(pieces: list[Tensor]) -> Sequence[Tensor]:
     """0-dim each: L2 norms, not brought together."""
     if not pieces:
         return []

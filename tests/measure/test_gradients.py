@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabilityguard.detect.statistics import DETAILED_LAYERS, Finding
 from stabilityguard.measure.gradients import GradientReader
+from stabilityguard.measure.norms import MANY, SMALL
 from tests.support import assert_same, guard, table_of
 
 
@@ -80,6 +81,66 @@ def test_types_may_be_mixed_within_one_model():
     ]
     for order in (gradients, gradients[::-1]):
         assert norms(reader_of(*order)).tolist() == pytest.approx([exact(g) for g in order], rel=1e-6)
+
+
+def many_of_each(*shapes, dtype=torch.float32):
+    """Gradients of several shapes in turn, enough of each for small ones to be read side by side."""
+    return [normal(*shape, dtype=dtype) * 2.0**i for i in range(MANY) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_each_of_many_small_gradients_has_its_own_norm_also_beside_large_ones(dtype):
+    gradients = many_of_each((), (7,), (3, 5), (300, 301), (SMALL,), (SMALL + 1,), dtype=dtype)
+    reader, expected = reader_of(*gradients), list(map(exact, gradients))
+    assert norms(reader).tolist() == pytest.approx(expected, rel=1e-6)
+    reader.table.parameters[8].grad, expected[8] = None, 0.0
+    assert norms(reader).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_small_gradients_in_any_order_in_memory_count_alike():
+    gradients = [g for _ in range(MANY) for g in (normal(5, 4).t(), normal(9, 20)[1:5, ::4], normal(1, 5).expand(4, 5))]
+    assert norms(reader_of(*gradients)).tolist() == pytest.approx(list(map(exact, gradients)), rel=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2), (100, 2000)])
+def test_a_small_gradient_that_takes_another_shape_counts_with_all_of_its_elements(place, shape):
+    reader = reader_of(*many_of_each((2, 3)))
+    reader.read()
+    parameter = reader.table.parameters[place]
+    parameter.grad = None
+    parameter.data = torch.zeros(shape)
+    parameter.grad = torch.randn(shape)
+    expected = [exact(parameter.grad) for parameter in reader.table.parameters]
+    assert norms(reader).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_element_among_many_small_gradients_shows_in_its_layer_alone(value):
+    gradients = many_of_each((3, 5), (7,))
+    gradients[4][2, 2] = value
+    assert norms(reader_of(*gradients)).isfinite().logical_not().nonzero().flatten().tolist() == [4]
+
+
+def test_a_glance_shows_the_norms_of_dense_gradients():
+    gradients = [None, *many_of_each((3, 5), (7,), (30, 40), (300, 301)), sparse(torch.ones(3, 4))]
+    glance = reader_of(*gradients).glance()
+    expected = {layer: exact(g) for layer, g in enumerate(gradients) if g is not None and not g.is_sparse}
+    assert glance.of_layers(range(len(gradients))) == pytest.approx(
+        {**expected, 0: 0.0, len(gradients) - 1: 0.0}, rel=1e-3
+    )
+
+
+def test_glances_and_readings_do_not_disturb_each_other():
+    reader = reader_of(*many_of_each((3, 5)))
+    for absent in (None, 1, None, 3):
+        gradients = many_of_each((3, 5))
+        for i, parameter in enumerate(reader.table.parameters):
+            parameter.grad = None if i == absent else gradients[i]
+        expected = [0.0 if i == absent else exact(g) for i, g in enumerate(gradients)]
+        assert list(reader.glance().of_layers(range(MANY)).values()) == pytest.approx(expected, rel=1e-6)
+        reader.table.parameters[0].grad = None
+        assert norms(reader).tolist() == pytest.approx([0.0, *expected[1:]], rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [(0, 2, 3), (3, 1, 1)], ids=["distinct rows", "repeated rows"])
