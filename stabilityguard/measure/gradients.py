@@ -114,9 +114,10 @@ class GradientReader:
     def glance(self) -> Glance:
         """Takes the norms of the dense gradients on this rank. Neither a collective nor a wait for the device."""
         gradients = self._gradients()
-        if any(g is not None and g.is_sparse for g in gradients):
-            gradients = [None if g is None or g.is_sparse else g for g in gradients]
         present = _present(gradients)
+        if any(map(_is_sparse, present)):
+            gradients = [None if g is None or g.is_sparse else g for g in gradients]
+            present = _present(gradients)
         values = self._values(gradients, present)
         if self._complex:
             values = list(map(_real, values))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ SMALL = 1_024
 
 MANY = 5
 """The least number of gradients of one shape for which that is done."""
+
+_INDEX: Any = {"dtype": torch.int64, "device": "cpu"}
 
 _dtype = attrgetter("dtype")
 
@@ -48,11 +51,12 @@ class ReadingPlan:
         self._grids = list(large.items())
         self._sizes = [(i, values[i].numel()) for i in [*large, *(stack[0] for stack in self._stacks)]]
         self._tails = [(i, rows * ROW) for i, rows in large.items() if values[i].numel() % ROW]
-        in_rows = [i for i, rows in large.items() for _ in range(rows)]
         there = sorted(set(range(len(table.shards))) - set(absent))
-        shards = [there[i] for i in (*self._whole, *(i for i, _ in self._tails), *stacked, *in_rows)]
-        shard_of_norm = torch.tensor(shards, dtype=torch.int64, device="cpu")
-        self._layer_of_norm = torch.tensor(table.layer_of, dtype=torch.int64, device="cpu")[shard_of_norm]
+        pieces = torch.tensor([there[i] for i in (*self._whole, *(i for i, _ in self._tails), *stacked)], **_INDEX)
+        counts = torch.tensor(list(large.values()), **_INDEX)
+        rows = torch.tensor([there[i] for i in large], **_INDEX).repeat_interleave(counts)
+        shard_of_norm = torch.cat([pieces, rows])
+        self._layer_of_norm = torch.tensor(table.layer_of, **_INDEX)[shard_of_norm]
         is_alone = all(holders == 1 for holders in table.census.holders)
         self._weights = None if is_alone else table.weights[shard_of_norm]
         self.layers_at_a_glance = [table.layer_of[there[i]] for i in (*self._unstacked, *stacked)]
